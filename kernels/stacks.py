@@ -288,18 +288,14 @@ def map_of(op: Callable, names: Sequence[str], loop: Callable) -> Callable:
 def _is_stack(x: object, dim: object, rank: int) -> bool:
     """Return whether an operand, or a tensor in a list, has an extra dimension besides the mapped dimension."""
     if isinstance(x, (list, tuple)):
-        return any(_is_stack(y, d, rank) for y, d in zip(x, _dims(x, dim), strict=True))
+        return any(_is_stack(y, d, rank) for y, d in zip(x, dim, strict=True))
     return isinstance(x, Tensor) and x.dim() - (dim is not None) > rank
 
 
 def _stacked(x: object, dim: object, k: int, must: bool) -> object:
     """Return the operand with the mapped dimension in front. With `must`, a shared operand is expanded to a stack."""
     if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
-        return [_stacked(y, d, k, must) for y, d in zip(x, _dims(x, dim), strict=True)]
+        return [_stacked(y, d, k, must) for y, d in zip(x, dim, strict=True)]
     if not isinstance(x, Tensor) or (dim is None and not must):
         return x
     return x.expand(k, *x.shape) if dim is None else x.movedim(dim, 0).contiguous() if dim else x
-
-
-def _dims(xs: Sequence, dim: object) -> Sequence:
-    return dim if isinstance(dim, (list, tuple)) else [dim] * len(xs)

@@ -135,13 +135,30 @@ def test_what_lost_an_id_is_nan(pooling, how, interpreted):
 
 def test_checked_tells_the_capacity_that_would_do():
     """On an emulated mesh, checked(value_and_grad) raises for ids without a place, with a sufficient capacity. Without
-    such ids the checked function equals value_and_grad. A checked step counts such ids as usual."""
+    such ids the checked function equals value_and_grad, and raises for a loss that is not finite. A checked step counts
+    such ids as usual."""
     # a loss that removes NaN is also reported
     for kept in (torch.clone, torch.nan_to_num):
         with pytest.raises(fr.CheckError, match=r"1 ids without a place.*member 0(.|\n)*at least 4"):
             shared_out("sum", 3, fr.checked, kept)
+    with pytest.raises(fr.CheckError, match="the loss is not finite"):
+        shared_out("sum", 4, fr.checked, lambda acts: acts * torch.nan)
     assert_trees_close(shared_out("sum", 4, fr.checked), shared_out("sum", None))
     assert_unchanged(*overflown(fr.Mesh.emulated(x=2), "row_wise", fr.checked), "row_wise")
+
+
+@pytest.mark.parametrize("pooling", ["sum", "max", "none"])
+def test_a_checked_lookup_tells_the_ids_without_a_place(pooling):
+    """A lookup of any pooling that nobody differentiates raises under `checked`, too."""
+    mesh, feature = fr.Mesh.emulated(x=2), fr.FeatureConfig("k", table="a", pooling=pooling)
+    held = fr.shard_tables({"a": torch.ones(4, 1)}, fr.Plan({"a": fr.row_wise("x")}), mesh, capacity=1)
+    look = fr.lookup_sequence if pooling == "none" else fr.lookup
+    of_ranks = fr.shard_map(
+        lambda tables, ids: look(tables, ids, [feature])["k"], mesh=mesh, in_specs=(held.specs(), fr.P("x")),
+        out_specs=fr.P("x"),
+    )  # fmt: skip
+    with pytest.raises(fr.CheckError, match=r"1 ids without a place.*member 0(.|\n)*at least 2"):
+        fr.checked(of_ranks)(held, fr.KeyedJaggedTensor.from_lists({"k": [[0, 1], [3]]}))
 
 
 def retried(mesh, kind, capacity, steps=4):

@@ -362,11 +362,35 @@ def test_an_unknown_instruction_set_is_refused(fresh, monkeypatch):
 
 
 def test_bad_arguments_are_refused():
-    """A table that is not contiguous, too few offsets, and a block of 0 rows each raise an error with the reason."""
+    """A table that is not contiguous, too few offsets or weights, a matrix of ids, memory that was given away, and a
+    block of 0 rows each raise an error with the reason."""
     rows, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
     with pytest.raises(ValueError, match="not contiguous"):
         cpp.gather_rows(torch.ones(4, 3).t(), rows)
     with pytest.raises(ValueError, match="too few boundaries"):
         cpp.pooled_lookup([torch.ones(2, 2)], [rows], offsets, None, [0] * 7, 3)
+    weighted = [0, 0, 0, 0, 0, 1, 0]
+    for ids, weights in ((rows, torch.ones(1)), (rows[:1], torch.ones(0)), (rows[:1], None)):
+        with pytest.raises(ValueError, match="`weights` is missing or short"):
+            cpp.pooled_lookup([torch.ones(2, 2)], [ids], offsets, weights, weighted, 2)
+    with pytest.raises(ValueError, match=r"(?s)another number of dimensions.*got   torch.int64\[2, 1\].*need  1\n"):
+        cpp.gather_rows(torch.ones(4, 3), rows[:, None])
+    gone = torch.ones(4, 3)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="memory was given away"):
+        cpp.gather_rows(gone, rows)
     with pytest.raises(ValueError, match="block is 0"):
         cpp.bucketize(rows, offsets, None, 2, 0)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_matrices_of_columns_are_read(width):
+    """New rows and cotangents that lie column by column give the answers of their copies."""
+    table, rows, columns = torch.randn(6, width), torch.tensor([4, 0, 5]), torch.randn(width, 3).t()
+    written, need = table.clone(), table.index_copy(0, rows, columns)
+    cpp.scatter_rows_(written, rows, torch.tensor(3), columns)
+    assert torch.equal(written, need)
+    slopes = lambda d: cpp.pooled_lookup_weights(
+        d, [table], [rows], torch.arange(4), torch.ones(3), [0, 0, 0, 0, 0, 1, 0]
+    )
+    assert torch.equal(slopes(columns), slopes(columns.contiguous()))

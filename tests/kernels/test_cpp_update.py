@@ -292,12 +292,13 @@ def test_a_segment_that_does_not_fit_is_named(at, value):
     table, rows = torch.ones(5, 3), torch.tensor([1, 2, 3, 1])
     given = ([torch.ones(4, 4)], [rows], [torch.tensor([0, 1, 2, 3, 4])], [torch.ones(4)])
     rule = (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0), None, "sgd", [0.0])
-    for call in (
-        lambda: _update.fused_update_([table], [], *given, good + bad, *rule),
-        lambda: _update.coalesce(*given, good + bad, [5, 3]),
-    ):
-        with pytest.raises(ValueError, match="segment 1 does not fit"):
-            call()
+    for number, segments in ((1, good + bad), (0, bad + good)):
+        for call, *more in (
+            (_update.fused_update_, [table], [], *given, segments, *rule),
+            (_update.coalesce, *given, segments, [5, 3]),
+        ):
+            with pytest.raises(ValueError, match=f"segment {number} does not fit"):
+                call(*more)
     assert (table == 1).all()
 
 

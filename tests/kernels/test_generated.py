@@ -332,7 +332,7 @@ def test_without_a_compiler(monkeypatch):
 
 def test_a_wrong_table_is_refused():
     """A generated rule fits one dim and dtype. Before the kernel writes, it refuses other tables, slots and closed-over
-    tensors."""
+    tensors. Each rule reads its own closed-over tensors."""
     scale = torch.ones(3)
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda w, x, lr, t, n, m: [w - x * scale, x])
     rule = _rules.generate(graph(*(torch.ones(s) for s in ((3,), (3,), (), (), (), (3,)))))
@@ -353,6 +353,12 @@ def test_a_wrong_table_is_refused():
     assert not table.any()
     cpp.generated_update_([table], [torch.zeros(2, 3)], *rest, None, [rule])
     assert table.tolist() == [[0, 0, 0], [-1, -1, -1]]
+    # each table's rule reads tensors of its own
+    three = lambda *shape: [torch.zeros(shape) for _ in range(3)]
+    segments, tables = [n for t in range(3) for n in (t, *rest[4][1:])], three(2, 3)
+    rules = [rule._replace(constants=[torch.full((3,), float(t))]) for t in (1, 2, 3)]
+    cpp.generated_update_(tables, three(2, 3), *rest[:4], segments, *rest[5:], None, rules)
+    assert [x[1].tolist() for x in tables] == [[-1] * 3, [-2] * 3, [-3] * 3]
     scale.resize_(1)
     with pytest.raises(ValueError, match="another form"):
         cpp.generated_update_([table], [torch.zeros(2, 3)], *rest, None, [rule])

@@ -203,6 +203,16 @@ def test_pooled_lookup(known, ask, case):
         assert_within(got[:, f.column : f.column + want.shape[1]], want, digits * want.abs())
 
 
+@pytest.mark.needs("pooled_lookup")
+@pytest.mark.parametrize("num_bags", [1, 2])
+def test_neighbours_may_read_keys_apart(ask, num_bags):
+    """Neighbouring columns of one table read the keys of their features, whichever keys lie in between."""
+    table, rows, keys = floats(9, 16), torch.arange(4 * num_bags), (0, 2, 3)
+    features = [ops.Feature(0, 0, k * num_bags, 0, False, False, 16 * i) for i, k in enumerate(keys)]
+    got = ask("pooled_lookup", [table], [rows], torch.arange(4 * num_bags + 1), None, features, num_bags)
+    assert torch.equal(got, torch.cat([table[rows].split(num_bags)[k] for k in keys], 1))
+
+
 @pytest.mark.needs("pooled_lookup", slow=2)
 def test_pooled_lookup_in_blocks(known, ask, case):
     """With n blocks, the columns come in n equal parts, one part after the other, with the same bits."""
@@ -378,3 +388,19 @@ def test_cotangents_of_nothing(ask):
     assert_trees_close(ask("coalesce", none, [(3, 2)]), [(ids[:0], empty, torch.tensor(0), ids[:0])])
     assert_trees_close(ask("expand", none, [(3, 2)]), [(ids[:0], empty)])
     assert ask("expand", none, []) == ask("coalesce", none, []) == ask("fused_update", [], [], none, *numbers)[0] == []
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
+@pytest.mark.parametrize("call", [ops.expand, ops.coalesce], ids=["expand", "coalesce"])
+def test_entries_on_meta_have_the_dtype_of_their_sums(call, dtype):
+    """The operator of C++ has the same shapes and dtypes on the meta device."""
+    segment = ops.Segment(0, 0, 0, 0, 0, 0, 2, 0, False, -1)
+
+    def forms(device):
+        on = lambda *xs: [x.to(device) for x in xs]
+        terms = ops.Terms(
+            on(torch.ones(2, 3, dtype=dtype)), on(torch.arange(4)), on(torch.tensor([0, 1, 4])), [], [segment]
+        )
+        return [(x.shape, x.dtype) for x in call(terms, [(9, 3)], implementation="cpp")[0]]
+
+    assert forms("meta") == forms("cpu")

@@ -77,6 +77,7 @@ def broken_offsets(offsets):
 BAD = {
     "id too large": (lambda: fr.validate(ids([[0], [4, 5, 6]]), [CLICKED], [ITEM]), "id 5 in bag 1, id 6 in bag 1"),
     "id negative": (lambda: fr.validate(ids([[-1]]), [CLICKED], [ITEM]), "id -1 in bag 0"),
+    "three ids": (lambda: fr.validate(ids([[9, 9], [9]]), [CLICKED], [ITEM]), r"id 9 in bag 1\n"),
     "many ids": (lambda: fr.validate(ids([[9, 9], [9, 9], [9]]), [CLICKED], [ITEM]), "and 2 more"),
     "bag too long": (lambda: fr.validate(ids([[], [1, 2, 3, 4]]), [CLICKED], [ITEM]), "bag 1 with 4 ids"),
     "descending": (lambda: fr.validate(broken_offsets([0, 2, 1]), [CLICKED], [ITEM]), "descends"),

@@ -154,3 +154,24 @@ def test_damping_is_a_number_or_a_tensor():
     exact = lambda d: torch.linalg.solve(a + d * torch.eye(4, dtype=torch.float64), b)
     assert_trees_close(torch.func.vmap(solve)(dampings), torch.stack([solve(float(d)) for d in dampings]), rtol=1e-12)
     assert_trees_close(torch.func.jacrev(solve)(dampings[0]), torch.func.jacrev(exact)(dampings[0]), rtol=1e-6)
+
+
+def test_a_product_of_another_form_is_refused():
+    """A product must return a tree of the vector's shapes."""
+    for product in (lambda v: {"a": v["a"][:2]}, lambda v: v["a"]):
+        with pytest.raises(TypeError, match="another form than its vector"):
+            fr.lanczos(product, {"a": torch.zeros(3)}, steps=2, key=fr.key(0))
+
+
+def test_a_vector_that_the_matrix_makes_zero():
+    """Conjugate gradient stays at 0 where no step along the vector lessens the residual."""
+    found = fr.conjugate_gradient(lambda v: 0 * v, torch.ones(2), steps=2)
+    assert found.x.tolist() == [0.0, 0.0] and torch.equal(found.residual, torch.ones(2).norm())
+
+
+def test_vectors_without_room_are_refused():
+    """A Krylov space has no more dimensions than the vector has elements, and a vector has an element."""
+    with pytest.raises(ValueError, match=r"(?s)`steps` exceeds.*got   4.*at most 3"):
+        fr.lanczos(lambda v: v, torch.zeros(3), steps=4, key=fr.key(0))
+    with pytest.raises(ValueError, match="`like` has no elements"):
+        fr.lanczos(lambda v: v, [torch.zeros(0)], steps=1, key=fr.key(0))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import ordered
+from torch.utils.flop_counter import FlopCounterMode
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
@@ -186,6 +187,7 @@ def test_aux_is_the_mean():
     (_, aux), _ = fr.accumulate_grads(loss_fn, 4, has_aux=True)(params, batch)
     torch.testing.assert_close(aux["mean"], batch.label.mean())
     assert aux["name"] == "x" and aux["none"] is None
+    assert fr.accumulate_grads(loss_fn, 1, has_aux=True)(params, batch)[0][1] == loss_fn(params, batch)[1]
     of_tasks = lambda p, b: (plain_loss(p, b), b.label.mean() * torch.ones(3))
     (_, aux), _ = fr.accumulate_grads(of_tasks, 4, has_aux=True)(params, batch)
     torch.testing.assert_close(aux, batch.label.mean() * torch.ones(3))
@@ -211,9 +213,10 @@ def test_an_empty_batch_is_what_it_is_whole():
     assert loss.isnan() and int(grads.tables["item"].coalesce().count) == 0
 
 
+@pytest.mark.filterwarnings("ignore:funcrec.value_and_grad")
 def test_derivatives_go_through():
-    """The derivative of an accumulated gradient with respect to the examples' weights equals that of the whole
-    batch."""
+    """The derivative of an accumulated gradient with respect to the examples' weights equals that of the whole batch,
+    by torch.func, and by autograd while a mode of torch watches."""
     params, batch = drawn(4, dtype=torch.float64)
     live = batch.weight + 0.1
 
@@ -223,8 +226,11 @@ def test_derivatives_go_through():
         return grads.dense["w"].square().sum() + grads.tables["item"].to_dense().square().sum()
 
     want = torch.func.grad(lambda w: norm(fr.value_and_grad, w))(live)
-    got = torch.func.grad(lambda w: norm(lambda f: fr.accumulate_grads(f, 4), w))(live)
-    torch.testing.assert_close(got, want)
+    of_parts = lambda w: norm(lambda f: fr.accumulate_grads(f, 4), w)
+    torch.testing.assert_close(torch.func.grad(of_parts)(live), want)
+    with FlopCounterMode(display=False):
+        value = of_parts(live.requires_grad_())
+    torch.testing.assert_close(torch.autograd.grad(value, live)[0], want)
 
 
 PEAK = """
@@ -263,3 +269,29 @@ def test_activations_of_one_micro_batch_live_at_a_time():
     out = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True).stdout
     eager, compiled = (int(x) for x in out.split()[-2:])
     assert 8e6 < eager < 32e6 and 8e6 < compiled < 21e6, (eager, compiled)
+
+
+def test_other_lookups_in_some_micro_batches_are_refused():
+    """A loss that reads other features in some parts of a batch has no entries in the batch's order."""
+    params, batch = drawn(3)
+    calls = iter([0, 0, 1, 1])  # the first pass and the second over each of two parts
+
+    def loss_fn(params, batch):
+        return fr.lookup(params.tables, batch.ids, FEATURES[next(calls) :][:1]).values.square().mean()
+
+    with pytest.raises(ValueError, match="the micro-batches look up other tables"):
+        fr.accumulate_grads(loss_fn, 2)(params, fr.Batch(batch.ids, batch.label))
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_other_weighted_means_in_some_calls_are_refused(more):
+    """A loss with fewer or more weighted means in the pass of the derivative has no common total weights."""
+    params, batch = drawn(3)
+    calls = iter([2, 2, 2, *[2 + more] * 4])  # the first part, in it both parts for the totals; then each part
+
+    def loss_fn(params, batch):
+        errors = (logits(params, batch) - batch.label).square()
+        return sum(fr.losses.weighted_mean(errors, batch.weight) for _ in range(next(calls)))
+
+    with pytest.raises(ValueError, match="the loss is not a function of its arguments"):
+        fr.accumulate_grads(loss_fn, 2)(params, batch)

@@ -390,3 +390,31 @@ def test_products_in_threads_are_those_of_one_thread():
     with ThreadPoolExecutor(3) as pool:
         for got in pool.map(work, range(3)):
             assert_trees_close(got, need * 4, rtol=0, atol=0)
+
+
+def test_a_gradient_without_entries_is_zero():
+    """Restricted to the rows read, row gradients of no entry are zeros."""
+    params, batch = drawn(8)
+    of, zeros = fr.of_rows(loss_fn, params, batch), {n: fr.RowGrads.zeros(s) for n, s in ROWS.items()}
+    assert_trees_close(
+        of.take(fr.Params(zeros, params.dense)).tables, {n: 0.0 * of.params.tables[n].float() for n in of.rows}
+    )
+
+
+def test_only_values_like_the_small_parameters_are_put_back():
+    """`put` names a table that was not read, and one with another number of rows."""
+    of = fr.of_rows(loss_fn, *drawn(8))
+    for name, words in (("unread", "a table among ['item', 'user']"), ("item", f"f64[{len(of.rows['item'])}, 4]")):
+        wrong = fr.Params({**of.params.tables, name: torch.ones(13, 2).double()}, of.params.dense)
+        with pytest.raises(ValueError) as error:
+            of.put(wrong)
+        assert f"`values.tables['{name}']` does not fit" in str(error.value) and words in str(error.value)
+
+
+def test_fishers_matrix_of_one_example():
+    """With a single example the product is g (gᵀ v)."""
+    params, batch = drawn(9, 1)
+    losses = lambda p, b: (predict(p, b) - b.label).square()
+    v, g = direction(params, 10), dense_of(fr.value_and_grad(lambda p, b: losses(p, b).sum())(params, batch)[1])
+    along = sum((x * y).sum() for x, y in zip(fr.tree.leaves(g), fr.tree.leaves(dense_of_params(v)), strict=True))
+    assert_close(dense_of(fr.fisher_product(losses)(params, v, batch)), fr.tree.map(lambda x: x * along, g))

@@ -16,7 +16,7 @@ ROWS = {"item": (13, 4), "user": (7, 3)}
 FEATURES = (
     fr.FeatureConfig("a", table="item"),
     fr.FeatureConfig("b", table="item", pooling="mean", weighted=True, max_length=3),
-    fr.FeatureConfig("c", table="user", hash=fr.modulo(), max_length=2),
+    fr.FeatureConfig("c", table="user", pooling="mean", hash=fr.modulo(), max_length=2),
     fr.FeatureConfig("again", table="user", column="a"),
 )
 LATE = (fr.FeatureConfig("d", table="item", column="a", pooling="none"),)
@@ -104,9 +104,19 @@ def test_two_lookups_of_one_buffer_keep_their_bags():
         none = fr.KeyedJaggedTensor(ids.values, ids.offsets.clamp(max=1), None, None, ids.keys)
         return first(none) + 2 * first(fr.KeyedJaggedTensor(ids.values, ids.offsets, None, None, ids.keys))
 
-    grads = fr.per_example_grads(loss_fn)(params, batch)[1]
-    alone = [fr.value_and_grad(loss_fn)(params, one(batch, e))[1].tables["item"].to_dense() for e in range(6)]
-    assert torch.allclose(fr.sum_examples(grads).tables["item"].to_dense(), sum(alone))
+    def halves(params, batch):
+        ids, ends = batch.ids, batch.ids.offsets
+        ends = torch.cat([torch.stack([ends[:-1], (ends[:-1] + ends[1:]) // 2], 1).flatten(), ends[-1:]])
+        cut = fr.KeyedJaggedTensor(ids.values, ends, None, None, ids.keys)
+        return fr.lookup(params.tables, cut, [*read, FEATURES[2]]).values.tanh().sum()
+
+    for fn in (loss_fn, halves):
+        grads = fr.per_example_grads(fn)(params, batch)[1]
+        alone = [fr.value_and_grad(fn)(params, one(batch, e))[1].tables["item"].to_dense() for e in range(6)]
+        assert torch.allclose(fr.sum_examples(grads).tables["item"].to_dense(), sum(alone))
+        assert torch.allclose(
+            fr.example_norms(fr.Params({"item": grads.tables["item"]}, {})), torch.stack([x.norm() for x in alone])
+        )
 
 
 def test_examples_may_share_bags():
@@ -262,6 +272,8 @@ def test_gradients_that_are_not_of_examples_are_refused():
             fn(whole)
     with pytest.raises(ValueError, match="not one for each example"):
         fr.sum_examples(grads, torch.ones(5))
+    with pytest.raises(ValueError, match="other numbers of examples in some leaves"):
+        fr.sum_examples(fr.Params(grads.tables, {"w": torch.ones(5, 14)}))
     with pytest.raises(TypeError, match="is not one gradient"):
         fr.example_dots(grads, grads)
     with pytest.raises(ValueError, match="other tables"):

@@ -182,6 +182,15 @@ def test_tables_have_noise_of_their_own():
     assert not bool((made[a].to_dense() == made[b].to_dense()).any())
 
 
+def test_an_argument_of_one_number_beside_one_example():
+    """A batch of one example, with a leaf that is not a tensor, takes an argument of one element."""
+    params, batch = drawn(0, 1)
+    scaled = lambda p, b, y: plain(p, b[0]) * y.sum()
+    loss, grads = private(scaled)(params, (batch, "a name"), torch.tensor([2.0]), key=fr.key(0))
+    need, own = private(lambda p, b: 2 * plain(p, b))(params, batch, key=fr.key(0))
+    assert_trees_close((loss, dense_of(grads)), (need, dense_of(own)))
+
+
 def test_bad_input():
     """What cannot be private is refused before any work."""
     params, batch = drawn(0)

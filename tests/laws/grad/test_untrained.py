@@ -60,6 +60,15 @@ def test_a_module_that_nothing_trains_is_named(where):
     with pytest.raises(TypeError, match=r"reads an nn.Parameter that it was not given(.|\n)*f32\[3, 2\]") as error:
         run()
     assert all(cure in str(error.value) for cure in ("named_parameters", "functional_call", "requires_grad_(False)"))
+    assert "and 1 more" in str(error.value)
+
+
+def test_three_parameters_are_all_named():
+    """A message has the forms of up to three tensors."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1, bias=False))
+    with pytest.raises(TypeError, match="was not given") as error:
+        fr.value_and_grad(closed(net))(fr.Params(tables(), {}), IDS)
+    assert "f32[1, 3], closed over" in str(error.value)
 
 
 @pytest.mark.parametrize("how", ["frozen", "no_grad", "detached", "given", "a plain leaf"])

@@ -11,7 +11,7 @@ from programs.surroundings import on_threads
 import funcrec as fr
 from funcrec.core.random import GAMMA, MIX, wrap
 from funcrec.optim._rounding import round_stochastic, row_bits
-from funcrec.tables import name_number
+from funcrec.tables import name_number, origin_of
 from funcrec.testing import assert_trees_close
 
 HALF = (torch.bfloat16, torch.float16)
@@ -186,3 +186,11 @@ def test_small_updates_add_up():
     assert_trees_close(nearest, tables)
     units = (moved["t"].double() - 1) * 2.0**7
     assert abs(float(units.mean()) - 600 / 256) < 5 * (600 / 256 / 4000) ** 0.5
+
+
+@pytest.mark.parametrize("dim", range(1, 10))
+def test_rows_share_no_random_word(dim):
+    """A row takes its words after those of the row before it: four columns a word, whole words for each row."""
+    last, first = origin_of("t", dim, row=6, column=dim - 1), origin_of("t", dim, row=7)
+    assert first[1] == last[1] + 1 and first[1] == 7 * first[4]
+    assert last[1] * 4 + last[3] == 6 * 4 * last[4] + dim - 1

@@ -42,6 +42,7 @@ def test_blocks_do_not_show(name, monkeypatch):
         for implementation in ("cpp", "reference"):
             with ops.using(implementation):
                 assert_trees_close(fr.init(fr.key(1), [table]), whole)
+                assert_trees_close(_init.init_rows(fr.key(1), table, 9, 31), whole["t"][9:31])
 
 
 @given(frs.table_configs())

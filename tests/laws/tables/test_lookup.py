@@ -295,3 +295,13 @@ def test_sums_run_in_f32_in_the_order_of_positions(max_length):
         for row in bag[:max_length]:
             total = total + w[row].float()
         assert torch.equal(out, total)
+
+
+def test_members_of_one_key_among_keys_of_other_batch_sizes():
+    """A vmap over ids gives the lookup of each member, also where the other keys have another number of bags."""
+    read, table = [fr.FeatureConfig("a", table="t")], {"t": torch.randn(9, 2)}
+    ids = fr.KeyedJaggedTensor.from_lists({"a": [[1, 2], [3]], "b": [[4], [], [5]]})
+    ids_of = lambda values, offsets: fr.KeyedJaggedTensor(values, offsets, None, None, ids.keys, ids.strides)
+    of = lambda *x: fr.lookup(table, ids_of(*x), read).values
+    members = torch.stack([ids.values, ids.values.flip(0), ids.values + 3]), torch.stack([ids.offsets] * 3)
+    assert torch.equal(torch.func.vmap(of)(*members), torch.stack([of(*x) for x in zip(*members, strict=True)]))

@@ -287,10 +287,13 @@ def test_strides_need_an_inverse():
 
 
 def test_checked_names_an_index_of_no_bag():
-    """`checked` and `validate` raise for an inverse index out of range, which a plain lookup reads as zeros."""
+    """`checked` and `validate` raise for an inverse index out of range, which a plain lookup reads as zeros,
+    and a sequence as no ids."""
     ids = with_inverse(fr.KeyedJaggedTensor.from_lists({"a": [[1]]}), torch.tensor([[0, 7, -1]]))
     features, table = [fr.FeatureConfig("a", table="t")], {"t": torch.ones(2, 1)}
     assert fr.lookup(table, ids, features)["a"].tolist() == [[1.0], [0.0], [0.0]]
+    sequence = fr.FeatureConfig("a", table="t", pooling="none")
+    assert fr.lookup_sequence(table, ids, [sequence])["a"].to_lists() == [[[1.0]], [], []]
     for call in (
         lambda: fr.checked(lambda: fr.lookup(table, ids, features))(),
         lambda: fr.validate(ids, features, table),
