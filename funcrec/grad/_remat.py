@@ -227,7 +227,7 @@ class _Remat(torch.autograd.Function):
                         own[i] = x
                     return again(*own)
 
-                return torch.func.jvp(of, tuple(own[i] for i in moving), t)[1]
+                return torch.func.jvp(of, tuple(unexpanded(own[i]) for i in moving), t)[1]
 
             return applied(pushed, *tensors, *(ts[n + i] for i in moving))
 
@@ -246,6 +246,11 @@ class _Remat(torch.autograd.Function):
             return torch.func.vmap(again, in_dims=tuple(own))(*xs)
 
         return _Remat.apply(every, n, copies, *results, *mapped), (0,) * n
+
+
+def unexpanded(x: Tensor) -> Tensor:
+    """Return x, in memory of its own if it is expanded: torch writes a tangent into memory of x's form."""
+    return x.contiguous() if 0 in x.stride() else x
 
 
 def in_turn(xs: Sequence[Tensor], done: Sequence[Tensor]) -> Sequence[Tensor]:

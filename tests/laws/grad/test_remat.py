@@ -34,6 +34,12 @@ def by_closure(wrap):
     return lambda x, w: wrap(lambda x: torch.tanh(x @ w))(x * w.sum()).square().sum()
 
 
+def by_parameter(wrap):
+    """The closure has a tensor that autograd follows outside of the transform."""
+    bias = drawn(2, seed=8).requires_grad_()
+    return lambda x, w: wrap(lambda x: (x @ w + bias).sin())(x).sum()
+
+
 def by_closure_alone(wrap):
     return lambda x, w: wrap(lambda: (torch.tanh(x @ w), w))()[0].square().sum()
 
@@ -96,8 +102,8 @@ def with_exchange(wrap):
 
 LOSSES = {
     f.__name__: f
-    for f in (by_arguments, by_closure, by_closure_alone, nested, of_trees, of_jagged, with_dropout, with_lookup,
-              inner_gradient, with_exchange)
+    for f in (by_arguments, by_closure, by_parameter, by_closure_alone, nested, of_trees, of_jagged, with_dropout,
+              with_lookup, inner_gradient, with_exchange)
 }  # fmt: skip
 
 
