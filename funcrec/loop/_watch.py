@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from funcrec.core import Problem, message, typed
 from funcrec.loop._ranks import num_processes
-from funcrec.mesh import Mesh, Ranks, say
+from funcrec.mesh import Mesh, Ranks, is_broken, say
 
 BEAT_S = 0.5
 SILENT_S = 30.0  # the time from the last beat until the verdict; shorter if exchanges have a shorter timeout
@@ -117,7 +117,7 @@ def watch(mesh: Mesh | None) -> Iterator[Callable[[str], None]]:
         raise
     except BaseException as error:
         if is_broken(error):
-            own.broken = f"{error}".partition("\n")[0]
+            own.broken = f"{error.__cause__ or error}".partition("\n")[0]
         else:
             own.ended = f"{type(error).__name__}: {error}"
         own.wake.set()
@@ -153,15 +153,6 @@ def meet(mesh: Mesh) -> Watched:
     device = torch.device(mesh.device_mesh.device_type)
     waits = [g._get_backend(device).options._timeout.total_seconds() for g in ranks.groups]
     return Watched(ranks.rank, [c[:3] for c in processes], store, min(SILENT_S, *waits))
-
-
-def is_broken(error: BaseException) -> bool:
-    """Return whether the error comes from an exchange that another rank broke off.
-
-    Errors of gloo name gloo's source files.
-    """
-    text = f"{error}"
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in text)
 
 
 # -- the thread --------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ from funcrec.mesh._shard_map import unshard as unshard
 from funcrec.mesh._spec import P as P
 from funcrec.mesh.processes._alike import digest as digest
 from funcrec.mesh.processes._alike import form_text as form_text
+from funcrec.mesh.processes._alike import is_broken as is_broken
 from funcrec.mesh.processes._alike import others_changed as others_changed
 from funcrec.mesh.processes._alike import staged as staged
 from funcrec.mesh.processes._bytes import swap_bytes as swap_bytes

@@ -35,7 +35,14 @@ from funcrec.mesh._mesh import Mesh, ambient_mesh
 from funcrec.mesh._parts import Part, axis_problems, cut, flatten_parts, join, match_specs, size_problems
 from funcrec.mesh._same import is_readable, unequal, unequal_over_ranks
 from funcrec.mesh._spec import P
-from funcrec.mesh.processes._alike import RankForm, agree_on_program, apart_over_ranks, report_failure, staged
+from funcrec.mesh.processes._alike import (
+    RankForm,
+    agree_on_program,
+    apart_over_ranks,
+    broken_off,
+    report_failure,
+    staged,
+)
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -249,7 +256,7 @@ def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
 
 def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool, alike: Mapping = {}):
     """Return the result of f on this rank's shards."""
-    with bind(mesh.bound_axes(names, _device(parts))):
+    with bind(mesh.bound_axes(names, _device(parts))), _lost_ranks():
         if is_checked:
             _check_alike(CALL, parts, names, alike)
         out = _call(f, *args)
@@ -259,6 +266,17 @@ def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_c
         elif is_checked:
             raise_for(CALL, _unequal_in_emulation(f, mesh, names, parts, args, out_specs))
     return out
+
+
+@contextlib.contextmanager
+def _lost_ranks() -> Iterator[None]:
+    """Return a context that raises an error with words if an exchange in its body breaks off."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (said := broken_off(CALL, error)) is error:
+            raise
+        raise said from error
 
 
 def _check_alike(call: str, parts: Sequence[Part], names: Sequence[str], alike: Mapping[int, str]) -> None:

@@ -29,6 +29,7 @@ from funcrec.mesh._collectives import pmax
 from funcrec.mesh._parts import Part, is_jagged
 from funcrec.mesh.processes._together import Ranks, device_of, say, words_of
 
+LONGEST = 200  # characters of a transport's error
 FOLLOWED, PLAIN, FAILED = "followed", "not followed", "failed"
 HINT = "ids of one capacity on all ranks (`pad_to`, or `pad_to_bucket` by the longest), batches of one size (pad_last)"
 
@@ -186,16 +187,17 @@ def key_of(turn: int, rank: int) -> str:
 def others_changed(call: str, error: RuntimeError) -> RuntimeError:
     """Return the error to raise for a broken exchange.
 
-    If other ranks have new forms, they never came to this exchange: the error names the forms. Otherwise it is `error`.
+    If other ranks have new forms, they never came to this exchange: the error names the forms. If the transport lost
+    them, it says what ranks must do. Otherwise it is `error`.
     """
     if not (dist.is_initialized() and Met.forms):
-        return error
+        return broken_off(call, error)
     turn = Met.turns
     try:
         store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
         told = {r: pickle.loads(store.get(key_of(turn, r))) for r in ranks if store.check([key_of(turn, r)])}
     except RuntimeError:  # the store ended with the rank that held it
-        return error
+        return broken_off(call, error)
     was = {t.path: t.form for t in Met.forms[-1]}
     ranks = [told.get(r, []) for r in ranks]
     failed = list(problems_of([], ranks)) if any(t.followed == FAILED for own in ranks for t in own) else []
@@ -204,5 +206,23 @@ def others_changed(call: str, error: RuntimeError) -> RuntimeError:
     changed = [(r, t) for r, own in told.items() for t in own if was.get(t.path) != t.form]
     new = [f"`{t.path}`, on rank {r} {t.form}, here {was.get(t.path, 'nothing')}" for r, t in changed]
     if not new:
-        return error
+        return broken_off(call, error)
     return ValueError(message(call, [Problem("new forms came on some ranks only.", "; ".join(new), "on all", HINT)]))
+
+
+def broken_off(call: str, error: RuntimeError) -> RuntimeError:
+    """Return an error with words for an exchange that the transport gave up, or `error` if it is another one."""
+    text = str(error)
+    if text.startswith("funcrec.") or not is_broken(error):
+        return error
+    need = "the same calls on every rank, as often as on this one, and all ranks alive until the last call"
+    hint = "as many batches on every rank; read the errors of the other ranks first"
+    return RuntimeError(message(call, [Problem("the other ranks did not take part.", text[:LONGEST], need, hint)]))
+
+
+def is_broken(error: BaseException) -> bool:
+    """Return whether the error comes from an exchange that another rank broke off.
+
+    Errors of gloo name gloo's source files.
+    """
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in f"{error}")
