@@ -3,6 +3,7 @@
     .venv/bin/python bench/vocabulary.py           # 1 M rows; --large: also 16 M; --maps: only hash maps as peers
     .venv/bin/python bench/vocabulary.py --step    # a training step whose 26 tables follow a vocabulary each
     .venv/bin/python bench/vocabulary.py --dlrm 2048    # a DLRM's step
+    .venv/bin/python bench/vocabulary.py --memory       # bytes for each id that has a row
     .venv/bin/python bench/vocabulary.py --ranks 4 --bags 2048    # a step on gloo ranks: vocabularies whole, or cut
 
 find: rows of ids, without a change. admit: a step of training, with stamps, counts and new ids. Times are CPU times of
@@ -14,9 +15,11 @@ makes room once in EVERY steps, FBGEMM's operator only reads on a CPU. The hash 
 
 import argparse
 import itertools
+import os
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -292,11 +295,39 @@ def write(case: str, num_rows: int, new: float, calls: dict, batches: list, roun
     record("vocabulary", {"case": case, "threads": 1, "shape": shape, "m_ids_per_s": speeds, "ratio": ratio, **more})
 
 
+def memory(num_rows: int) -> None:
+    """Record the bytes for each id that has a row, of the same ids: tensors by their sizes, hash maps by the growth of
+    the process."""
+    held, _ = drawn(num_rows, 0.0, 0)
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    used, maps = {}, []
+    for name in flat_maps():
+        before = resident()
+        maps.append(FlatMap(name, held))
+        used[name] = (resident() - before, held.shape[0])
+    for name, how in {"funcrec": {}, "funcrec, with a sketch": {"admit": 2}}.items():
+        it = fr.vocabulary(num_rows, **how)
+        for _ in range(2):
+            it = fr.admit(it, held)[0]
+        used[name] = (fr.tree.nbytes(it), int(it.num_ids))
+    module, _ = mch_module(held, num_rows)
+    raw = module._mch_sorted_raw_ids
+    used["TorchRec MCH"] = (sum(x.nbytes for x in module.buffers()), int((raw != torch.iinfo(raw.dtype).max).sum()))
+    identities, metadata = torch.ops.fbgemm.create_zch_buffer(num_rows, long_type=True, support_evict=True)
+    used["FBGEMM zero_collision_hash"] = (identities.nbytes + metadata.nbytes, held.shape[0])
+    shape = {"rows": num_rows, "load": LOAD}
+    record(
+        "vocabulary",
+        {"case": "memory", "shape": shape, "bytes_per_id": {n: digits(b / k) for n, (b, k) in used.items()}},
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--large", action="store_true", help="16 M rows too")
     parser.add_argument("--maps", action="store_true", help="only hash maps as peers of find and admit")
     parser.add_argument("--step", action="store_true", help="a training step in place of single calls")
+    parser.add_argument("--memory", action="store_true", help="bytes for each id in place of times")
     parser.add_argument("--dlrm", type=int, default=0, help="a step of a DLRM with batches of so many bags")
     parser.add_argument("--ranks", type=int, default=0, help="a step on so many gloo ranks")
     parser.add_argument("--bags", type=int, default=2048, help="the bags of a rank, with --ranks")
@@ -305,6 +336,8 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if options.memory:
+        return memory(2**20)
     if options.step:
         train(small(), 50_000, 0.01, options.rounds)
         return train(small(), 0, 0.0, options.rounds)
