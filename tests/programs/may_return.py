@@ -100,9 +100,9 @@ MAY_RETURN = (
     Row("ids are any integers before they are hashed", r"\.hash_rows|\.fold_in", "ids|data", {"i64[17]"}),
     # numbers
     Row("a number may be a tensor of one", r"optim.*|RowGrads.scale", ".*", {"f64[]"}),
-    Row("a parameter of a loss or of clipping may be a tensor of one",
-        r"losses\.\w+|RowGrads.clip\w*|\.clip_by_global_norm\w*|\.private_grads\w*",
-        r"delta|temperature|calibration|weights\[.\]|max_norm|max_value|noise_multiplier", {"f64[]"}),
+    Row("a parameter of a loss, of clipping or of a solver may be a tensor of one",
+        r"losses\.\w+|RowGrads.clip\w*|\.clip_by_global_norm\w*|\.private_grads\w*|\.conjugate_gradient",
+        r"delta|temperature|calibration|weights\[.\]|max_norm|max_value|noise_multiplier|damping", {"f64[]"}),
     Row("a factor of NaN marks a gradient", "RowGrads.scale", "factor", {"nan"}),
     Row("a leaf's gradient is rounded to its dtype", "optim.dense_update", r"grads.*", {"f64[]"}),
     Row("an integer of its range, where the sweep sees no annotation",
