@@ -137,7 +137,7 @@ def fori_loop(lower: Any, upper: Any, body_fn: Callable[[Tensor, T], T], init: T
 
     Args:
       lower, upper: ints, or integer tensors without dimensions.
-      body_fn: (i, carry) -> the next carry, as in `while_loop`. i is i64[], whatever dtype the bounds have.
+      body_fn: (i, carry) -> the next carry, as in `while_loop`. i is an i64 tensor without dimensions for all bounds.
       init: a tree of tensors; numbers in it become tensors.
 
     Law: as `while_loop`. If both bounds are ints, a loop in a jitted function is unrolled, so reverse mode holds there,

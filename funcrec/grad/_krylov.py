@@ -137,6 +137,8 @@ def conjugate_gradient(product: Callable, b: Any, *, steps: Count, damping: NotN
       >>> import torch, funcrec as fr
       >>> fr.conjugate_gradient(lambda v: torch.tensor([2.0, 4.0]) * v, torch.tensor([2.0, 2.0]), steps=2).x
       tensor([1.0000, 0.5000])
+      >>> fr.conjugate_gradient(lambda v: v, torch.ones(1), steps=1, damping=torch.tensor(3.0)).x
+      tensor([0.2500])
 
     Source: Hestenes and Stiefel (1952); jax.scipy.sparse.linalg.cg.
     """

@@ -55,8 +55,8 @@ class DenseOptimizer(NamedTuple):
     """A pair of functions that trains a tree of float tensors: a dict, list, `fr.pytree` value, tensor or empty tree.
 
     init: (params) -> state, a tree like `params` with a dict of tensors at each leaf.
-    update: (grads, state, params, step) -> (params, state), leaf by leaf. step: the number of steps before, an int or
-      i64[].
+    update: (grads, state, params, step) -> (params, state), leaf by leaf, for grads, params f[...]. step: the number of
+      steps before, int or i64[].
     parts: the optimizers that it is made of, () for none.
     is_joint: whether the gradient of one parameter acts on another parameter, as a norm over all parameters does.
 

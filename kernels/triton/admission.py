@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from funcrec.kernels.triton import launch as on
-from funcrec.kernels.triton.device import GAMMA, kernel, lanes, mix, upper_bound
+from funcrec.kernels.triton.device import GAMMA, kernel, lanes, mix, of_greatest, of_sum, upper_bound
 from funcrec.kernels.triton.vocabulary import (
     ENTRIES,
     LEAST,
@@ -289,7 +289,7 @@ def pinned_slots(of_group, rows, by, begin, end, first_row, slot, NEAR: tl.const
         i = at + tl.arange(0, NEAR)
         group = tl.load(of_group + i, mask=i < end, other=0)
         own = tl.load(rows + group, mask=i < end, other=-1) - first_row
-        out = out | tl.max((own[None, :] == slot[:, None]).to(tl.int32), 1)
+        out = out | tl.reduce((own[None, :] == slot[:, None]).to(tl.int32), 1, of_greatest)
     return out
 
 
@@ -333,15 +333,15 @@ def _take(
     same = kind[None, :] == kind[:, None]
     less = (score[None, :] < score[:, None]) | ((score[None, :] == score[:, None]) & (last[None, :] < last[:, None]))
     earlier = (kind[None, :] < kind[:, None]) | (same & less)
-    at = start + tl.sum(earlier.to(tl.int32), 1)
+    at = start + tl.reduce(earlier.to(tl.int32), 1, of_sum)
     key = tl.load(by + at, mask=at < candidates, other=0)
     seen, policy = (key & SEEN) ^ SEEN, fact(about, v, POLICY)
     compared = (policy == BY_COUNT) | (policy == BY_DISTANCE)
     own = tl.where(policy == BY_COUNT, seen, bits_of(seen, seen * 0))
     wins = (at < candidates) & (kind < PINNED) & ((kind < LIVE) | (compared == 0) | (own > score))
     tl.store(taken + at, first_row + slot, mask=wins)
-    tl.atomic_add(numbers + 4 * v, tl.sum(wins.to(tl.int64), 0), sem="relaxed")
-    tl.atomic_add(numbers + 4 * v + 1, tl.sum((wins & (kind != FREE)).to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(numbers + 4 * v, tl.reduce(wins.to(tl.int64), 0, of_sum), sem="relaxed")
+    tl.atomic_add(numbers + 4 * v + 1, tl.reduce((wins & (kind != FREE)).to(tl.int64), 0, of_sum), sem="relaxed")
 
 
 @kernel()

@@ -21,6 +21,15 @@ SIZES = (
 kernel = functools.partial(triton.jit, do_not_specialize=SIZES)
 
 
+# Combinations of integers, which the interpreter knows and computes by numpy. It cannot call `tl.sum`, `tl.max` and
+# `tl.min` if triton was imported before TRITON_INTERPRET was set.
+of_greatest, of_least, of_sum = (
+    triton.language.standard._elementwise_max,
+    triton.language.standard._elementwise_min,
+    triton.language.standard._sum_combine,
+)
+
+
 @triton.jit
 def larger(a, b):
     return tl.maximum(a, b)

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from funcrec.kernels.triton import launch as on
 from funcrec.kernels.triton.admission import forms_of, joined, runs
-from funcrec.kernels.triton.device import kernel, lanes, upper_bound
+from funcrec.kernels.triton.device import kernel, lanes, of_sum, upper_bound
 from funcrec.kernels.triton.vocabulary import (
     ENTRIES,
     LEAST,
@@ -195,8 +195,8 @@ def _sketch(
         position = tl.load(at + tl.load(order + i, mask=i < end, other=0), mask=i < end, other=0)
         first, second = counters_of(hash_in(about, v, tl.load(ids + position, mask=i < end, other=0)))
         counts = (first[None, :] == slot[:, None]) | (second[None, :] == slot[:, None])
-        added += tl.sum((counts & (i < end)[None, :]).to(tl.int32), 1)
+        added += tl.reduce((counts & (i < end)[None, :]).to(tl.int32), 1, of_sum)
     line = (fact(about, v, SKETCH) + (bucket - tl.load(bases + v)) * SLOTS + slot).to(tl.pointer_type(tl.uint8))
     told = tl.minimum(tl.load(line).to(tl.int32) + added, FULL)
-    is_full = tl.sum(told, 0).to(tl.int64) >= SLOTS // 2 * fact(about, v, LEAST)
+    is_full = tl.reduce(told, 0, of_sum).to(tl.int64) >= SLOTS // 2 * fact(about, v, LEAST)
     tl.store(line, tl.where(is_full, told >> 1, told).to(tl.uint8))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from funcrec.kernels.reference_jagged import ascending
 from funcrec.kernels.triton import launch as on
-from funcrec.kernels.triton.device import kernel, lanes, mix, upper_bound
+from funcrec.kernels.triton.device import kernel, lanes, mix, of_least, upper_bound
 from funcrec.kernels.vocabulary import SLOTS, Admission, Column, columns_of, of_shared
 from torch import Tensor
 
@@ -238,7 +238,7 @@ def find(about, v, id, h, given, SLOTS: tl.constexpr):
     entries = (fact(about, v, ENTRIES)[:, None] + 16 * row).to(tl.pointer_type(tl.int64))
     same = near & (tl.load(entries, mask=near, other=0) == id[:, None])
     none = fact(about, v, ROWS)
-    found = tl.min(tl.where(same, row, none[:, None]), 1)
+    found = tl.reduce(tl.where(same, row, none[:, None]), 1, of_least)
     return tl.where(found < none, found, -1)
 
 
