@@ -65,6 +65,7 @@ from funcrec.data.encoders._encoding import Encoding as Encoding
 from funcrec.data.encoders._encoding import configs as configs
 from funcrec.data.encoders._encoding import encode as encode
 from funcrec.data.encoders._encoding import fit_encoding as fit_encoding
+from funcrec.data.encoders._hash_keys import hash_keys as hash_keys
 from funcrec.data.encoders._numbers import bucketize as bucketize
 from funcrec.data.encoders._numbers import log1p as log1p
 from funcrec.data.encoders._numbers import normalize as normalize

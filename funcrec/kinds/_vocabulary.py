@@ -226,7 +226,7 @@ def vocabulary_problems(vocabulary: Vocabulary) -> Iterator[Problem]:
 def id_problems(ids: Tensor | JaggedTensor | KeyedJaggedTensor, vocabulary: Vocabulary) -> Iterator[Problem]:
     values, name = (ids, "ids") if isinstance(ids, Tensor) else (ids.values, "ids.values")
     if not isinstance(values, Tensor) or values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
-        hint = "ids.long(); for strings, a hash of 64 bits"
+        hint = "ids.long(); for strings, fr.data.hash_keys(column)"
         yield Problem(f"`{name}` are not ids.", describe(values), "i32 or i64[N]", hint, TypeError)
     elif isinstance(vocabulary.tags, Tensor) and values.device != vocabulary.tags.device:
         got = f"{values.device} and {vocabulary.tags.device}"

@@ -97,6 +97,7 @@ MAY_RETURN = (
         {"bool[3]", "c64[2]"}),
     Row("a bag of rows", r"(Keyed)?JaggedTensor.from_lists", r"(lists|weights)\[.*",
         {"c64[2]", "numpy", "f32[0]", "()"}),
+    Row("keys are any texts, and may be none", r"data\.hash_keys", r"column.*", {"()", "'no'"}),
     Row("ids are any integers before they are hashed", r"\.hash_rows|\.fold_in", "ids|data", {"i64[17]"}),
     # numbers
     Row("a number may be a tensor of one", r"optim.*|RowGrads.scale", ".*", {"f64[]"}),

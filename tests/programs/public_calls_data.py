@@ -231,6 +231,7 @@ def parts() -> list[Call]:
         leave_one_out=(data.leave_one_out, {"group": users, "time": i64(*range(6)), "held_out": 2}),
         k_core=(data.k_core, {"user": users, "item": items, "k": (2, 1)}),
         vocabulary=(data.vocabulary, {"min_count": 2, "max_size": 9}),
+        hash_keys=(data.hash_keys, {"column": ["anna", "bob"]}),
         hashed=(data.hashed, {"num_embeddings": 9, "seed": 1}), identity=(data.identity, {"num_embeddings": 9}),
         bucketize_edges=(data.bucketize, {"edges": (1.0, 2.0), "num_quantiles": None}),
         bucketize=(data.bucketize, {"edges": None, "num_quantiles": 4}),
