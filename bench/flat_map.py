@@ -5,7 +5,7 @@ boost::unordered_flat_map needs Boost's headers: the system's, or those of `pip 
 absl::flat_hash_map needs Abseil's sources, which grpcio's source package has:
 
     pip download --no-deps --no-binary grpcio --no-build-isolation grpcio -d build
-    tar xzf build/grpcio-*.tar.gz -C build --strip-components 3 --wildcards '*/third_party/abseil-cpp'
+    tar xzf build/grpcio-*.tar.gz -C build --strip-components 2 --wildcards '*/third_party/abseil-cpp'
 """
 
 import ctypes
