@@ -3,10 +3,12 @@
 import os
 
 import pytest
+import torch.distributed as dist
 from programs import lost_ranks
 from programs.lost_ranks import LEAVE_S, SLACK_S, TIMEOUT_S
 
 from funcrec.loop import _watch
+from funcrec.mesh import is_broken, others_changed
 
 pytestmark = pytest.mark.xdist_group("ranks")
 GONE = "no exception: it was killed, or called os._exit"
@@ -46,6 +48,17 @@ def test_ranks_that_ended_are_named_without_the_store():
     assert what == f"rank 0 (process {2**22 - 1}) ended, last seen in step 3." and "store" in why
     what, why = _watch.without_store(at(here, here, here), beats, RuntimeError("no answer"))
     assert what == "the store of the process group is gone." and "RuntimeError: " in why
+
+
+def test_an_error_of_any_transport_is_known_by_its_cause():
+    """An error of a transport that names no file of gloo gets words, and still counts as a broken exchange."""
+    cause = dist.DistNetworkError("the peer is gone")
+    said = others_changed("funcrec.jit", cause)
+    assert "the other ranks did not take part" in str(said) and "the peer is gone" in str(said)
+    said.__cause__ = cause
+    assert is_broken(said) and not is_broken(ValueError("of my own")) and others_changed("funcrec.jit", said) is said
+    own = RuntimeError("of my own")
+    assert others_changed("funcrec.jit", own) is own
 
 
 def hold_to(told, rank, took, where, why, within_s):

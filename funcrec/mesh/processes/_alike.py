@@ -221,8 +221,9 @@ def broken_off(call: str, error: RuntimeError) -> RuntimeError:
 
 
 def is_broken(error: BaseException) -> bool:
-    """Return whether the error comes from an exchange that another rank broke off.
+    """Return whether the error, or its cause, comes from an exchange that another rank broke off.
 
     Errors of gloo name gloo's source files.
     """
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in f"{error}")
+    is_own = lambda e: isinstance(e, dist.DistError) or (isinstance(e, RuntimeError) and "gloo/" in f"{e}")
+    return is_own(error) or is_own(error.__cause__)
