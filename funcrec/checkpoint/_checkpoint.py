@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from funcrec.checkpoint._asynchronous import Saving, finish, go_on, num_live, ranks_beside, settle
-from funcrec.checkpoint._folder import Files, fail_if_manifest, fail_without_manifest, is_folder, read_manifest
+from funcrec.checkpoint._folder import (
+    MANIFEST,
+    Files,
+    fail_if_manifest,
+    fail_without_manifest,
+    is_folder,
+    read_manifest,
+)
 from funcrec.checkpoint._format import read_index
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
 from funcrec.checkpoint._place import Reader, Target, device_of, place_of, placed, target_problems
@@ -22,7 +29,7 @@ from funcrec.checkpoint._rank_parts import is_of_ranks, ranks_of
 from funcrec.checkpoint._same_layout import emulated_mesh_of, layout_problems, sharded_in, target_like
 from funcrec.checkpoint._tree_json import CodeError, decode, show, transform_problems
 from funcrec.core import CLASSES, Count, Problem, Size, check, class_name, describe, fail, typed
-from funcrec.files import as_path, open_file
+from funcrec.files import Url, as_path, open_file, steady
 from funcrec.mesh import Codec, Mesh, Ranks, apart_problems, called_by_all_ranks, together
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import Plan
@@ -59,6 +66,11 @@ def save(
     sharded must be the same on all ranks. (`save` checks this for tensors. It writes numbers and strings from the first
     rank.)
 
+    A store: `path` may be the URL of a name in a store that shows a file only when all of it has arrived: s3://, gs://,
+    az://, hf://, memory:// (`pip install 'funcrec[remote]'`, through fsspec and its environment variables). Each file
+    is first written to the folder of temporary files of this machine, and then copied in parts. If the store fails,
+    `save` raises, and the store holds the old checkpoint or all of the new one.
+
     Each tensor is written by value: of a view only its own elements, and a tensor that occurs twice is written twice.
     Each loaded tensor is contiguous and has memory of its own.
 
@@ -76,14 +88,15 @@ def save(
         copies all values that this rank writes.
 
     Returns:
-      The path of the checkpoint; with `asynchronous` a `Saving`, whose `wait()` returns the path. Errors then come from
-      `wait`, or from the next save.
+      The path of the checkpoint, or for a URL a value whose text is the URL; with `asynchronous` a `Saving`, whose
+      `wait()` returns the path. Errors then come from `wait`, or from the next save.
 
     Raises:
       TypeError: if a leaf or a key would not come back the same (a tensor that is not plain and dense, or that is
         differentiated, a number of numpy, an Enum). The error names each of them, before `save` writes anything.
       ValueError: if copies that trained apart differ.
-      OSError: if the disk is full or the folder cannot be written.
+      OSError: if the disk is full, or the folder or the store cannot be written.
+      ModuleNotFoundError: if the package for a store is missing.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -92,7 +105,7 @@ def save(
       ...     fr.load(path)
       {'w': tensor([1., 1.]), 'epoch': 3}
     """
-    path = as_path(SAVE, path)
+    path = as_path(SAVE, path, remote=True)
     check(SAVE, transform_problems(), copy_problems(asynchronous, copy_bytes), step_problems(keep, step))
     settle()
     job = job_of(path, tree, mesh, keep, step, asynchronous)
@@ -121,7 +134,7 @@ def load(
     dense_axes: Sequence[str] = (),
     mmap: bool = False,
 ) -> Any:
-    """Return the tree that `save` wrote to a file or a folder.
+    """Return the tree that `save` wrote to a file or a folder, or to a store, of which it reads only what it needs.
 
     Args:
       like: a tree to compare with. The error lists every path whose kind, shape or dtype differs, or that only one tree
@@ -137,8 +150,8 @@ def load(
         has a bank of its own, which is correct under any optimizer, but costs more exchanges. `sparse` is required if
         gradients wait (`optim.accumulate`).
       mmap: whether tensors on the CPU use the memory of the file, which the system may drop and read again. Writes to
-        such tensors stay in this process. `mmap` excludes a plan, because ranks then read parts. Every byte is read
-        once, to check its CRC. A tensor that lies in several files is read as without `mmap`.
+        such tensors stay in this process. `mmap` excludes a store; and a plan, because ranks then read parts. Every
+        byte is read once, to check its CRC. A tensor that lies in several files is read as without `mmap`.
 
     Raises:
       ValueError: if a file is truncated, is damaged (a CRC covers every byte) or is not a checkpoint, or if the tree
@@ -160,12 +173,12 @@ def load(
         need  f32[3]
         try   like=None, which loads the file as it is
     """
-    path = as_path(LOAD, path)
+    path = as_path(LOAD, path, remote=True)
     finish()
     how = {"sparse": sparse, "exact": exact, "codec": codec, "dedup": dedup, "dense_axes": tuple(dense_axes)}
     target = None if plan is None else Target(plan, mesh, **how)
     held = sharded_in(like) if plan is None else None
-    check(LOAD, transform_problems(), target_problems(target, mmap, **how))
+    check(LOAD, transform_problems(), target_problems(target, mmap, **how), map_problems(path, mmap))
     if held is not None:
         mesh = mesh or emulated_mesh_of(held)
         check(LOAD, layout_problems(held, mesh, mmap))
@@ -217,7 +230,7 @@ def read_folder(path: Path, target: Target | None, place: torch.device | None, m
     last = None
     while True:
         try:
-            manifest = read_manifest(LOAD, path)
+            manifest = steady(path / MANIFEST, lambda: read_manifest(LOAD, path))
         except FileNotFoundError:
             fail_without_manifest(LOAD, path)
         except (CodeError, RecursionError) as error:
@@ -240,12 +253,15 @@ def read_folder(path: Path, target: Target | None, place: torch.device | None, m
 
 
 def read_file(path: Path, target: Target | None, place: torch.device | None, mmap: bool) -> Any:
-    with open_file(LOAD, path) as file:
-        try:
+    def work() -> Any:
+        with open_file(LOAD, path) as file:
             leaves, code = read_index(file)
             return made(leaves, code, Reader(lambda block, x: file, device_of(place), {} if mmap else None), target)
-        except (CodeError, RecursionError) as error:
-            damaged(path, error)
+
+    try:
+        return steady(path, work)
+    except (CodeError, RecursionError) as error:
+        damaged(path, error)
 
 
 def made(leaves: Sequence[Any], code: Any, reader: Reader, target: Target | None) -> Any:
@@ -255,6 +271,11 @@ def made(leaves: Sequence[Any], code: Any, reader: Reader, target: Target | None
     if next(tensors, None) is not None:
         raise CodeError("more tensors in the file than in its tree")
     return tree if target is None else placed(tree, target, reader)
+
+
+def map_problems(path: Path | Url, mmap: bool) -> Iterator[Problem]:
+    if mmap and isinstance(path, Url):
+        yield Problem("`mmap` requires a file of this machine.", f"{path}", "a local path", "mmap=False")
 
 
 def damaged(path: Path, error: Exception):

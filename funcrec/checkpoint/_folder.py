@@ -10,7 +10,6 @@ checkpoint, and after it the new checkpoint. Then the files of the old checkpoin
 import contextlib
 import errno
 import json
-import os
 import re
 import stat
 import time
@@ -25,7 +24,7 @@ from funcrec.checkpoint._format import Block, Stored, block_name, check_tensor, 
 from funcrec.checkpoint._rank_parts import Writers, whole_parts
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, Cut, Encoded, decode, encode, show
 from funcrec.core import fail
-from funcrec.files import STALE_S, flush, open_file, raise_os, write_whole
+from funcrec.files import STALE_S, flush, open_file, raise_os, size_of, write_whole
 
 MANIFEST = "manifest"
 FORMAT = "funcrec folder 2"
@@ -114,7 +113,7 @@ def write_manifest(call: str, folder: Path, tree: Any, heads: Sequence[list], wr
     write_whole(call, folder / MANIFEST, lambda file: write_file(file, code, [], [], lambda: None))
     for name in old - {name for name, _, _ in written}:
         with contextlib.suppress(OSError):
-            os.unlink(folder / name)
+            (folder / name).unlink()
 
 
 def files_of(folder: Path) -> set[str]:
@@ -122,9 +121,11 @@ def files_of(folder: Path) -> set[str]:
     held: set[str] = set()
     with contextlib.suppress(CodeError, OSError):
         held = set(read_manifest("", folder).files)
-    old = lambda e: OURS.fullmatch(e.name) and time.time() - e.stat(follow_symlinks=False).st_mtime > STALE_S
-    with os.scandir(folder) as entries:
-        return held | {e.name for e in entries if old(e)}
+    old = lambda x: OURS.fullmatch(x.name) and time.time() - x.stat().st_mtime > STALE_S
+    for x in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(OSError):  # removed meanwhile
+            held |= {x.name} if old(x) else set()
+    return held
 
 
 def make_folder(call: str, folder: Path) -> None:
@@ -133,7 +134,7 @@ def make_folder(call: str, folder: Path) -> None:
     An existing folder stays. It raises if something else has the name.
     """
     try:
-        os.mkdir(folder)
+        folder.mkdir()
         flush(folder.parent)
     except OSError as error:
         if isinstance(error, FileExistsError) and folder.is_dir():
@@ -148,7 +149,7 @@ def make_folder(call: str, folder: Path) -> None:
 
 def fail_without_manifest(call: str, path: Path) -> None:
     """Raise an error about a folder without a manifest, which names the contents of the folder."""
-    names = sorted(os.listdir(path))
+    names = sorted(x.name for x in path.iterdir())
     steps, parts = [n for n in names if STEP.fullmatch(n)], [n for n in names if OURS.fullmatch(n)]
     some = lambda own: f"{', '.join(own[:2])}{f' and {len(own) - 2} more' if len(own) > 2 else ''}"
     need, hint = "a file that save wrote, or a folder", "a file or a folder in it; fr.latest(folder)"
@@ -171,7 +172,7 @@ def fail_if_manifest(call: str, path: Path, tree: Any) -> None:
 
 def is_folder(path: Path) -> bool:
     with contextlib.suppress(OSError):
-        return stat.S_ISDIR(os.stat(path).st_mode)
+        return stat.S_ISDIR(path.stat().st_mode)
     return False
 
 
@@ -279,7 +280,7 @@ class Files(NamedTuple):
             if len(self.opened) == MOST_OPEN:
                 self.opened.pop(next(iter(self.opened))).close()
             self.opened[name] = file
-            size = os.fstat(file.fileno()).st_size
+            size = size_of(file)
             if size != self.sizes[name]:
                 raise CodeError(f"{label}, which has {size:,} bytes and not {self.sizes[name]:,}")
             if name not in self.checked:

@@ -4,7 +4,6 @@ Nothing in a file is run, and all sizes are compared with the file's size before
 """
 
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, show
 from funcrec.core import fail
-from funcrec.files import CHUNK, HEAD, FileError, Placed, beginning, chunks, crc_of, read_header, write_tensors
+from funcrec.files import CHUNK, HEAD, FileError, Placed, beginning, chunks, crc_of, read_header, size_of, write_tensors
 from funcrec.kernels.memory import empty_table
 
 KIND, ALIGN = "funcrec checkpoint 4", 64  # bytes: a mapped tensor is aligned like one of the allocator's
@@ -104,7 +103,7 @@ def read_index(file: BinaryIO) -> tuple[list[Stored], Any]:
         return file.read(count)
 
     try:
-        found, _ = read_header(KIND, os.fstat(file.fileno()).st_size, read, ALIGN)
+        found, _ = read_header(KIND, size_of(file), read, ALIGN)
     except FileError as error:
         raise CodeError("a file that {}: {}, not {}".format(*error.args)) from None
     tree = found.pop(TREE, None)

@@ -4,7 +4,6 @@ describe (all ranks, before any work) -> copy the pieces to copy -> run: write, 
 """
 
 import contextlib
-import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -131,7 +130,7 @@ def forget(folder: Path, files: Sequence[Path]) -> None:
             with contextlib.suppress(OSError):  # such as on a read-only disk: the save raises its own error
                 path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a folder that is not empty holds another save
-        os.rmdir(folder)
+        folder.rmdir()
 
 
 # -- validators --------------------------------------------------------------------------------------------------

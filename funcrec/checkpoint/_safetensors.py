@@ -15,7 +15,7 @@ from funcrec.checkpoint._place import place_of
 from funcrec.checkpoint._rank_parts import is_of_ranks, ranks_of
 from funcrec.checkpoint._tree_json import encode, transform_problems
 from funcrec.core import Problem, check, describe, fail, typed
-from funcrec.files import DTYPE_NAMES, HEAD, as_path, header_of, lay, open_file, write_bytes, write_whole
+from funcrec.files import DTYPE_NAMES, HEAD, as_path, header_of, lay, local_copy, open_file, write_bytes, write_whole
 from funcrec.mesh import Mesh, apart_problems, called_by_all_ranks, together
 from funcrec.sharding import ShardedTables, gather_tables
 from funcrec.tables import is_plain, layout_in
@@ -62,7 +62,7 @@ def save_safetensors(
       {'item': tensor([1., 1.])}
     """
     ranks = ranks_of(mesh)
-    where, is_sharded = as_path(SAVE, path), layout_in(tensors) is not None
+    where, is_sharded = as_path(SAVE, path, remote=True), layout_in(tensors) is not None
     check(
         SAVE, transform_problems(), kind_problems(tensors), sharded_problems(tensors, mesh), metadata_problems(metadata)
     )
@@ -111,7 +111,7 @@ def load_safetensors(
       ...     fr.load_safetensors(folder + "/model.safetensors")
       {'b': tensor([1.]), 'w': tensor([0., 0.])}
     """
-    path = as_path(LOAD, path)
+    path = as_path(LOAD, path, remote=True)
     check(LOAD, transform_problems())
     place = place_of(LOAD, "cpu" if device is None else device)
     try:
@@ -122,7 +122,7 @@ def load_safetensors(
         fail(LOAD, what, got="no module safetensors", need=need, hint=hint, kind=ModuleNotFoundError)
     open_file(LOAD, path).close()
     try:
-        with safe_open(path, framework="pt") as file:
+        with local_copy(path) as here, safe_open(here, framework="pt") as file:
             own = lambda x: x if mmap or place.type != "cpu" else x.clone()
             return {n: own(file.get_tensor(n)).to(place) for n in sorted(file.keys())}
     except (SafetensorError, OSError) as error:

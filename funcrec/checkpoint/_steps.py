@@ -22,6 +22,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the path of the newest whole checkpoint that `save(folder, tree, keep=n)` wrote; None if there is none.
 
     A checkpoint is whole if its file, or every file of its folder, has its full length. `load` also checks their CRCs.
+    The folder may be the URL of one in a store.
 
     Example:
       >>> import os, tempfile, funcrec as fr
@@ -33,7 +34,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
       (None, 'step-0000000300', ['step-0000000200', 'step-0000000300'])
     """
     finish()
-    found = steps_in(as_path("funcrec.latest", folder))
+    found = steps_in(as_path("funcrec.latest", folder, remote=True))
     return next((found[n] for n in sorted(found, reverse=True) if is_whole(found[n])), None)
 
 
@@ -52,8 +53,8 @@ def step_of(seen: Seen, step: int | None) -> int:
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
-        return {int(m[1]): folder / e.name for e in entries if (m := STEP.fullmatch(e.name))}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return {int(m[1]): x for x in folder.iterdir() if (m := STEP.fullmatch(x.name))}
     return {}
 
 
@@ -62,11 +63,13 @@ def is_whole(path: Path) -> bool:
     try:
         if is_folder(path):
             files = read_manifest("funcrec.latest", path).files
-            return all(os.path.getsize(path / name) == size for name, size in files.items())
+            return all((path / name).stat().st_size == size for name, size in files.items())
         with open_file("funcrec.latest", path) as file:
             read_index(file)
         return True
-    except (OSError, CodeError, ValueError, RecursionError):
+    except (OSError, CodeError, ValueError, RecursionError) as error:
+        if hasattr(error, "store_said") and not isinstance(error, FileNotFoundError):
+            raise  # the store does not answer: whether the checkpoint is whole is not known
         return False
 
 
@@ -100,14 +103,14 @@ def remove(path: Path) -> None:
             with open_file("funcrec.save", path) as file:
                 is_ours = is_checkpoint(file)
             if is_ours:
-                os.unlink(path)
+                path.unlink()
             return
-        names = os.listdir(path)
+        names = [x.name for x in path.iterdir()]
         parts = [n for n in names if OURS.fullmatch(n) or n.endswith(SUFFIX)]
         if MANIFEST in names:
-            os.unlink(path / MANIFEST)
+            (path / MANIFEST).unlink()
         elif parts != names:  # a killed save leaves only parts; a folder with other files is not ours
             return
         for name in parts:
-            os.unlink(path / name)
-        os.rmdir(path)
+            (path / name).unlink()
+        path.rmdir()

@@ -1,8 +1,7 @@
-"""Files and folders that are complete or absent, folders that are opened once, tensors in files with CRCs."""
+"""Files and folders that are complete or absent, here or in stores; folders opened once; tensors with CRCs."""
 
 from funcrec.files._opened import Folder as Folder
 from funcrec.files._opened import OpenFile as OpenFile
-from funcrec.files._opened import read_folder as read_folder
 from funcrec.files._tensor_bytes import CHUNK as CHUNK
 from funcrec.files._tensor_bytes import chunks as chunks
 from funcrec.files._tensor_bytes import crc_of as crc_of
@@ -18,14 +17,24 @@ from funcrec.files._tensors import lay as lay
 from funcrec.files._tensors import read_header as read_header
 from funcrec.files._tensors import tensor_at as tensor_at
 from funcrec.files._tensors import write_tensors as write_tensors
-from funcrec.files._whole_file import STALE_S as STALE_S
+from funcrec.files._url_folder import INDEX as INDEX
+from funcrec.files._urls import STALE_S as STALE_S
+from funcrec.files._urls import Url as Url
+from funcrec.files._urls import local_copy as local_copy
+from funcrec.files._urls import reason as reason
+from funcrec.files._urls import size_of as size_of
+from funcrec.files._urls import steady as steady
 from funcrec.files._whole_file import SUFFIX as SUFFIX
 from funcrec.files._whole_file import as_path as as_path
 from funcrec.files._whole_file import fcntl as fcntl
 from funcrec.files._whole_file import flush as flush
 from funcrec.files._whole_file import open_file as open_file
+from funcrec.files._whole_file import path_or_url as path_or_url
 from funcrec.files._whole_file import raise_os as raise_os
 from funcrec.files._whole_file import raise_unwritten as raise_unwritten
 from funcrec.files._whole_file import write_whole as write_whole
 from funcrec.files._whole_folder import folder_path as folder_path
+from funcrec.files._whole_folder import is_whole_folder as is_whole_folder
+from funcrec.files._whole_folder import read_folder as read_folder
+from funcrec.files._whole_folder import remove_folder as remove_folder
 from funcrec.files._whole_folder import write_folder as write_folder

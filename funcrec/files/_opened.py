@@ -73,8 +73,8 @@ class Folder:
             return False
 
 
-def read_folder(path: str | os.PathLike[str], read: Callable[[Folder], T]) -> T:
-    """Return read(folder) for the folder at a path.
+def read_here(path: str | os.PathLike[str], read: Callable[[Folder], T]) -> T:
+    """Return read(folder) for the folder at a path of this machine.
 
     It may fail because the path now names another folder, whose writer removed the files of the old folder. Then it
     tries again with the present folder.

@@ -1,4 +1,4 @@
-"""Files that are complete or absent.
+"""Files that are complete or absent, here or in a store.
 
     write_whole(path, write): whoever opens `path` finds all of the old file or all of the new one, whenever a write
       breaks off, and however many processes write
@@ -17,9 +17,10 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from funcrec.core import Problem, check, describe, fail, message, path_hint
+from funcrec.files._urls import STALE_S, URL, Url, url_of, write_object
 
 try:
     import fcntl
@@ -27,7 +28,6 @@ except ImportError:  # without locks, files of killed writers stay
     fcntl = None
 
 SUFFIX = ".funcrec.tmp"
-STALE_S = 600  # since the last write; also, no process holds its lock
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -36,21 +36,35 @@ def as_path(
     path: str | os.PathLike[str],
     kind: str = "file",
     hint: str = 'a file in the folder, as "folder/state.pt"',
-) -> Path:
-    """Check and return the path of a file, or of a folder."""
+    remote: bool = False,
+) -> Any:
+    """Check and return the path of a file, or of a folder. remote: whether a URL in a store becomes a Url."""
+    if isinstance(path, Url) and remote:
+        return Url(call, path.text, path.fs)
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         fail(call, "`path` is not a path.", got=describe(path), need="str or pathlib.Path", kind=TypeError)
     text = os.fspath(path)
+    if remote and URL.match(text):
+        return url_of(call, text, kind)
     if not text or "\0" in text or not Path(text).name:
         fail(call, f"`path` names no {kind}.", got=f"{text!r}", need=f"the name of a {kind}", hint=hint)
     return Path(text)
 
 
-def write_whole(call: str, path: Path, write: Callable[[BinaryIO], None]) -> None:
+def path_or_url(call: str, path: str | os.PathLike[str], kind: str = "file") -> Any:
+    """Return the Url of a URL, or the Path of anything else, unchecked."""
+    is_url = isinstance(path, Url) or bool(URL.match(os.fspath(path)))
+    return as_path(call, path, kind, remote=True) if is_url else Path(path)
+
+
+def write_whole(call: str, path: Path | Url, write: Callable[[BinaryIO], None]) -> None:
     """Write a file by `write(file)`: afterwards all of it is at `path`, or an error was raised and `path` is unchanged.
 
     A symbolic link at `path` stays: the file that it names is written.
     """
+    if isinstance(path, Url):
+        write_object(call, path, write)
+        return
     path = Path(os.path.realpath(path)) if os.path.islink(path) else path
     check(call, place_problems(path))
     temporary = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
@@ -110,8 +124,10 @@ def place_problems(path: Path) -> Iterator[Problem]:
         yield Problem(f"`{path}` is not a file.", kind_of(mode), need, 'a file in it, as "folder/state.pt"', kind)
 
 
-def open_file(call: str, path: Path) -> BinaryIO:
+def open_file(call: str, path: Path | Url) -> BinaryIO:
     """Open a file for reading; anything else is refused without waiting for it."""
+    if isinstance(path, Url):
+        return path.open()
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
@@ -135,7 +151,9 @@ def kind_of(mode: int) -> str:
 
 
 def raise_os(call: str, error: OSError, what: str, need: str, hint: str) -> NoReturn:
-    """Raise the system's error, with its kind and number, in four parts."""
+    """Raise the system's error, with its kind and number, in four parts. An error of a store has them already."""
+    if hasattr(error, "store_said"):
+        raise error
     new = type(error)(message(call, [Problem(what, error.strerror or str(error), need, hint)]))
     new.errno = error.errno
     raise new from error
@@ -161,9 +179,9 @@ def remove_stale(folder: Path) -> None:
                 os.close(fd)
 
 
-def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    if os.name != "posix":
+def flush(path: Path | Url) -> None:
+    """Flush a file, or the names in a folder, to the disk. A store answers when it has them."""
+    if os.name != "posix" or isinstance(path, Url):
         return
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Folders that are complete or absent.
+"""Folders that are complete or absent, here or in a store.
 
 write_folder(path, write): whoever opens `path` finds all of the old folder or all of the new one
 """
@@ -10,22 +10,66 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 from funcrec.core import Problem, check, path_hint
-from funcrec.files._whole_file import SUFFIX, as_path, fcntl, flush, keep_mode, raise_unwritten, remove_stale
+from funcrec.files._opened import Folder, read_here
+from funcrec.files._url_folder import INDEX, read_url_folder, remove_url_folder, url_folder_problems, write_url_folder
+from funcrec.files._urls import Url
+from funcrec.files._whole_file import (
+    SUFFIX,
+    as_path,
+    fcntl,
+    flush,
+    keep_mode,
+    path_or_url,
+    raise_unwritten,
+    remove_stale,
+)
 
 EXCHANGE, HERE = 2, -100  # renameat2's RENAME_EXCHANGE and AT_FDCWD
 
 
-def folder_path(call: str, path: str | os.PathLike[str], *, overwrite: bool, marks: tuple[str, ...]) -> Path:
+T = TypeVar("T")
+
+
+def folder_path(call: str, path: str | os.PathLike[str], *, overwrite: bool, marks: tuple[str, ...]) -> Any:
     """Check and return a path to write a folder to. marks: a folder that may be replaced holds one of these files."""
-    found = Path(os.path.realpath(as_path(call, path, "folder", '"runs/model"')))
+    found = as_path(call, path, "folder", '"runs/model"', remote=True)
+    if isinstance(found, Url):
+        check(call, url_folder_problems(found, overwrite, marks))
+        return found
+    found = Path(os.path.realpath(found))
     check(call, place_problems(found, overwrite, marks))
     return found
 
 
-def write_folder(call: str, path: Path, write: Callable[[Path], None]) -> None:
+def read_folder(call: str, path: str | os.PathLike[str], read: Callable[[Folder], T]) -> T:
+    """Return read(folder) for the folder at a path. A folder in a store is copied to this machine."""
+    found = path_or_url(call, path, "folder")
+    return read_url_folder(found, read) if isinstance(found, Url) else read_here(found, read)
+
+
+def is_whole_folder(path: Path | Url) -> bool:
+    """Return whether a folder that appears at the path is whole. One of this machine appears when it is."""
+    return not isinstance(path, Url) or (path / INDEX).exists()
+
+
+def remove_folder(path: Path | Url) -> None:
+    """Remove a folder: readers find all of it or nothing."""
+    if isinstance(path, Url):
+        remove_url_folder(path)
+        return
+    aside = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_folder(call: str, path: Path | Url, write: Callable[[Path], None]) -> None:
     """Fill a folder by `write(folder)`; it gets its name when all of it is on the disk."""
+    if isinstance(path, Url):
+        write_url_folder(call, path, write)
+        return
     temporary = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
     try:
         remove_stale(path.parent)

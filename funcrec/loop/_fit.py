@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from funcrec.checkpoint import finish, settle
 from funcrec.core import Count, PositiveMagnitude, check, describe, fail, own_errors, typed
 from funcrec.data import Position
+from funcrec.files import path_or_url
 from funcrec.loop._bad_ids import BadIds, batch_name
 from funcrec.loop._callbacks import Record
 from funcrec.loop._checks import (
@@ -158,7 +158,8 @@ def fit(
         least ("min") is best. mode=None is "max", and raises if the name sounds like a loss or an error. NaN is never
         best.
       patience: the number of epochs without a better epoch after which the run ends; None for no such end.
-      checkpoint: a file. `fit` writes it before the first step, after epochs, and when `stop` or a signal ends the run.
+      checkpoint: a file, or its URL in a store (see `save`). `fit` writes it before the first step, after epochs, and
+        when `stop` or a signal ends the run.
       save_every: the number of epochs between two checkpoints. The last epoch also writes a checkpoint.
       save_every_steps: a number n. `fit` also writes the checkpoint after every nth step of an epoch.
       save_every_minutes: a number n. `fit` also writes the checkpoint n minutes after the last one, by the clock of the
@@ -224,7 +225,7 @@ def fit(
       >>> len(done.history), done.history[-1]["auc"], done.history[-1]["loss"] < done.history[0]["loss"]
       (3, 1.0, True)
     """
-    path = None if checkpoint is None else Path(checkpoint)
+    path = None if checkpoint is None else path_or_url("funcrec.fit", checkpoint)
     check("funcrec.fit", model_problems(model, validate, state), mode_problems(mode, monitor))
     evaluate = evaluation(step, model, evaluate, validation, metrics, on_bad_ids == "count")
     mode = mode or "max"

@@ -157,7 +157,7 @@ def save_weights(
       overwrite: whether weights at `path` may be replaced. The whole folder is then replaced.
 
     Returns:
-      the folder, with weights.safetensors. It is written whole or not at all.
+      the folder, with weights.safetensors, here or in a store (see `save`). It is written whole or not at all.
 
     Example:
       >>> import pathlib, tempfile, torch, funcrec as fr

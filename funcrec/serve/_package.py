@@ -8,7 +8,6 @@ import operator
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from funcrec.checkpoint import load
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_wrapped, tree_leaves, typed
 from funcrec.data import Encoding, encode
-from funcrec.files import Folder, OpenFile, read_folder
+from funcrec.files import Folder, OpenFile, path_or_url, read_folder
 from funcrec.jagged import KeyedJaggedTensor, bags_of_examples, inverse_value_problems
 from funcrec.kernels import library
 from funcrec.kernels.tracked import is_bare
@@ -146,6 +145,8 @@ class Package:
     def swap(self, path: str | os.PathLike[str], *, checksums: bool = True) -> None:
         """Replace the weights by those of another folder, from `save_weights` or a package of the same model.
 
+        A folder in a store is copied to a file of this machine that is removed when nothing uses it.
+
         Calls that have begun end with the weights that they began with. If the new weights do not fit, nothing changes.
         The call does not try the values of the weights. A server first runs the example of the package on them.
 
@@ -159,11 +160,11 @@ class Package:
             return read_weights(SWAP, folder, own["params"], checksums=checksums)
 
         with self._opened.change:
-            self._weights = read_folder(path, read)
+            self._weights = read_folder(SWAP, path, read)
 
     @typed
     def apply(self, path: str | os.PathLike[str]) -> None:
-        """Apply a file of `write_delta` that was made from the version of these weights.
+        """Apply a file of `write_delta`, also by its URL, that was made from the version of these weights.
 
         It takes effect between two calls, so every answer uses one version. A file that does not fit, or was changed,
         is refused before anything changes.
@@ -177,20 +178,22 @@ class Package:
             def name(version: str) -> None:
                 self._weights = old._replace(version=version, is_changed=old.is_changed or version != old.version)
 
-            applied(APPLY, Path(path), own.manifest, old.tensors, old.version, permits(own.free, own.threads), name)
+            where, alone = path_or_url(APPLY, path), permits(own.free, own.threads)
+            applied(APPLY, where, own.manifest, old.tensors, old.version, alone, name)
 
     @typed
     def follow(self, folder: str | os.PathLike[str]) -> None:
         """Load the newest weights that `publish` wrote to a folder. If the package has them, do nothing.
 
-        It applies the deltas after this version, or loads whole weights and applies the deltas after those.
+        It applies the deltas after this version, or loads whole weights and applies the deltas after those. The folder
+        may be the URL of one in a store.
 
         Raises:
           FileNotFoundError: if the folder has no weights.
           ValueError: if files do not fit.
         """
         take = lambda path: self.swap(path) if path.is_dir() else self.apply(path)
-        follow(FOLLOW, Path(folder), self.version, take)
+        follow(FOLLOW, path_or_url(FOLLOW, folder, "folder"), self.version, take)
 
 
 @typed
@@ -198,6 +201,7 @@ def load_package(path: str | os.PathLike[str], *, threads: Count = 1, checksums:
     """Return the package in a folder that `export` wrote. Its weights are mapped into memory that processes share.
 
     Args:
+      path: the folder, or the URL of one in a store, whose files are copied to this machine while they are in use.
       threads: how many calls may run at the same time. Other calls wait.
       checksums: whether to read all weights once and compare their checksums.
 
@@ -217,7 +221,7 @@ def load_package(path: str | os.PathLike[str], *, threads: Count = 1, checksums:
       >>> package(batch)
       {'click': tensor([0.5000, 0.5000])}
     """
-    return read_folder(path, lambda folder: open_package(folder, threads, checksums))
+    return read_folder(LOAD, path, lambda folder: open_package(folder, threads, checksums))
 
 
 def open_package(folder: Folder, threads: int, checksums: bool) -> Package:

@@ -184,21 +184,48 @@ def test_times_are_no_dense_numbers(column):
             run()
 
 
-ADDRESSES = ["https://host/a.csv", "s3://bucket/a.parquet", "gs://bucket/a.csv", "file:///a.csv"]
+ADDRESSES = ["https://host/a.csv", "s3://bucket/a.parquet", "gs://bucket/a.csv"]
 READERS = {
     "examples": lambda p: examples(p, Schema(categorical=("item",))),
+    "criteo_tsv": lambda p: list(fr.data.criteo_tsv(p, 2)),
+}
+REMOTE = {
     "load": fr.load,
+    "latest": fr.latest,
     "save": lambda p: fr.save(p, {"x": torch.ones(1)}),
     "load_package": fr.load_package,
     "export": lambda p: fr.export(MODEL.apply, MODEL.init(fr.key(0)), BATCH, p),
-    "criteo_tsv": lambda p: list(fr.data.criteo_tsv(p, 2)),
+    "save_weights": lambda p: fr.save_weights(p, MODEL.init(fr.key(0))),
+    "save_safetensors": lambda p: fr.save_safetensors(p, {"x": torch.ones(1)}),
 }
 
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("path", ADDRESSES)
 def test_an_address_is_no_file(name, path):
-    """URLs raise with a message of their own wherever a path is expected."""
+    """URLs raise with a message of their own wherever only a local path is read."""
     scheme = path.split(":")[0]
     with pytest.raises(FileNotFoundError, match=four(f"a copy on this machine: {scheme}:// is not read")):
         READERS[name](path)
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_a_url_names_something_in_a_store_that_can_be_used(name, monkeypatch):
+    """A URL raises before any work if its store may show half a file, if the package for it is missing, or if it names
+    only a bucket. The error says what to install."""
+    for path, what in {
+        "https://host/a": "`https://` is not a store",
+        "s3://bucket": "names no f",
+        "memory://": "names no f",
+        "simplecache::s3://bucket/a": "is a chain of URLs",
+    }.items():
+        with pytest.raises(ValueError, match=four(what)):
+            REMOTE[name](path)
+
+    def missing(*args, **kwargs):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.filesystem", missing)
+    with pytest.raises(ModuleNotFoundError, match=four(r"`s3://` is not installed")) as told:
+        REMOTE[name]("s3://bucket/a")
+    assert "pip install 'funcrec[remote]'" in str(told.value)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, has_tracked, path_hint, typed
-from funcrec.files import read_folder
+from funcrec.files import Url, path_or_url, read_folder
 from funcrec.history import ChangedIds, ChangedRows, Delta
 from funcrec.kernels import ops
 from funcrec.kernels.vocabulary import SLOTS
@@ -80,17 +80,18 @@ def write_delta(
     """
     manifest, now = described(CALL, package)
     since = now if since is None else since
-    check(CALL, path_problems(path), step_problems(since, version))
+    where = path_or_url(CALL, path)
+    check(CALL, path_problems(where), step_problems(since, version))
     changes = changes_of(CALL, manifest, delta, params)
-    write_file(CALL, Path(path), manifest["digest"], since, version, changes)
-    return Path(path)
+    write_file(CALL, where, manifest["digest"], since, version, changes)
+    return where
 
 
 def described(call: str, package: Package | str | os.PathLike) -> tuple[Mapping, str]:
     """Return (manifest, version) of a package or of its folder."""
     if isinstance(package, Package):
         return package.manifest, package.version
-    return read_folder(package, lambda folder: (read_manifest(call, folder), read_index(call, folder)[2]))
+    return read_folder(call, package, lambda folder: (read_manifest(call, folder), read_index(call, folder)[2]))
 
 
 def changes_of(call: str, manifest: Mapping, delta: Delta, params: Any) -> dict[str, Change]:
@@ -156,12 +157,11 @@ def rows_of(parts: Sequence[ChangedRows], table: Mapping) -> Change:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def path_problems(path: str | os.PathLike) -> Iterator[Problem]:
-    found = Path(path)
+def path_problems(found: Path | Url) -> Iterator[Problem]:
     if not found.name or found.is_dir():
-        yield Problem("`path` does not name a file.", repr(os.fspath(path)), "the name of a file", '"runs/1.delta"')
-    elif not found.parent.is_dir():
-        hint = path_hint(path, "os.makedirs(folder, exist_ok=True)")
+        yield Problem("`path` does not name a file.", repr(os.fspath(found)), "the name of a file", '"runs/1.delta"')
+    elif isinstance(found, Path) and not found.parent.is_dir():
+        hint = path_hint(found, "os.makedirs(folder, exist_ok=True)")
         yield Problem(
             "the folder of `path` is not there.", f"{str(found.parent)!r}", "a folder", hint, FileNotFoundError
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, fail
-from funcrec.files import FileError, Placed, check_crc, read_header, tensor_at, write_tensors, write_whole
+from funcrec.files import FileError, Placed, check_crc, read_header, reason, tensor_at, write_tensors, write_whole
 from funcrec.serve._weights import DTYPES, STORED, fail_damaged
 
 KIND, ALIGN = "funcrec delta 2", 8
@@ -65,7 +65,7 @@ def _read(call: str, path: Path) -> bytearray:
     try:
         return bytearray(path.read_bytes())
     except OSError as error:
-        need, got = "a file of fr.write_delta", error.strerror or str(error)
+        need, got = "a file of fr.write_delta", reason(error)
         fail(call, f"`{path}` cannot be read.", got=got, need=need, hint=AGAIN, kind=type(error))
 
 

@@ -11,8 +11,10 @@ import socket
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from funcrec.core import fail
+from funcrec.files import Url
 from funcrec.serve.freshness._published import pieces
 
 FILE = ".publisher"
@@ -44,7 +46,7 @@ class Hold:
             got, need = error.strerror or str(error), "a folder to write to, whose files can be locked"
             fail(self.call, f"`{self.folder}` cannot be held.", got=got, need=need, kind=type(error))
         if (owner.get("process"), owner.get("run")) != (this_process(), self.run):
-            self.refuse(owner)
+            refuse(self, owner)
 
     def take(self) -> None:
         """Take the folder with a new open file. When this object is collected, the file is closed and unlocked."""
@@ -55,21 +57,50 @@ class Hold:
         try:
             is_locked, owner = lock(self.fd), read(self.fd)
             if not is_locked and owner.get("process") != this_process():
-                self.refuse(owner)
+                refuse(self, owner)
             if owner.get("manifest", self.digest) != self.digest and pieces(self.folder):
-                got, hint = f"manifest {owner['manifest']}", "another folder for another package"
-                fail(self.call, f"`{self.folder}` is of another package.", got=got, need=self.digest, hint=hint)
-            who = f"process {os.getpid()} of {socket.gethostname()}, run {self.run}"
-            write(self.fd, {"who": who, "process": this_process(), "run": self.run, "manifest": self.digest})
+                fail_of_other(self, owner)
+            write(self.fd, content_of(self))
         except BaseException:
             self.close()
             self.fd = None
             raise
 
-    def refuse(self, owner: Mapping[str, str]) -> None:
-        got, hint = owner.get("who", "another process"), "another folder, or an end to that process"
-        what = f"`{self.folder}` has another publisher."
-        fail(self.call, what, got=got, need="one publisher of a folder", hint=hint)
+
+class UrlHold:
+    """The publisher of a folder in a store, which has no locks: the newest publisher owns it, and others are refused.
+
+    An older publisher notices at its next publication. What it writes until then, the next publication removes.
+    """
+
+    def __init__(self, call: str, folder: Url, run: str, digest: str):
+        self.call, self.folder, self.run, self.digest, self.is_taken = call, folder, run, digest, False
+
+    def keep(self) -> None:
+        owner = form_of((self.folder / FILE).read_bytes()) if (self.folder / FILE).exists() else {}
+        if self.is_taken and owner.get("run") != self.run:
+            refuse(self, owner)
+        if not self.is_taken and owner.get("manifest", self.digest) != self.digest and pieces(self.folder):
+            fail_of_other(self, owner)
+        if not self.is_taken:
+            (self.folder / FILE).write_bytes(json.dumps(content_of(self)).encode())
+            self.is_taken = True
+
+
+def refuse(hold: "Hold | UrlHold", owner: Mapping[str, str]) -> NoReturn:
+    got, hint = owner.get("who", "another process"), "another folder, or an end to that process"
+    what = f"`{hold.folder}` has another publisher."
+    fail(hold.call, what, got=got, need="one publisher of a folder", hint=hint)
+
+
+def fail_of_other(hold: "Hold | UrlHold", owner: Mapping[str, str]) -> NoReturn:
+    got, hint = f"manifest {owner['manifest']}", "another folder for another package"
+    fail(hold.call, f"`{hold.folder}` is of another package.", got=got, need=hold.digest, hint=hint)
+
+
+def content_of(hold: "Hold | UrlHold") -> dict[str, str]:
+    who = f"process {os.getpid()} of {socket.gethostname()}, run {hold.run}"
+    return {"who": who, "process": this_process(), "run": hold.run, "manifest": hold.digest}
 
 
 def let_go() -> None:
@@ -109,8 +140,12 @@ def lock(fd: int) -> bool:
 
 def read(fd: int) -> dict[str, str]:
     """Return the content of the file; {} if it is half written."""
+    return form_of(os.pread(fd, MOST, 0))
+
+
+def form_of(data: bytes) -> dict[str, str]:
     try:
-        found = json.loads(os.pread(fd, MOST, 0))
+        found = json.loads(data)
     except (ValueError, RecursionError):
         return {}
     is_form = isinstance(found, dict) and all(isinstance(x, str) for x in found.values())

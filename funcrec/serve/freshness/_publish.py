@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, is_wrapped, replace, typed
-from funcrec.files import write_folder
+from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, fail, is_wrapped, replace, typed
+from funcrec.files import INDEX, Url, path_or_url, write_folder
 from funcrec.history import ChangedIds, ChangedRows, Delta, Logged, delta
 from funcrec.kinds import DynamicTables
 from funcrec.mesh import Mesh, P, pmax, shard_map, unshard
@@ -25,7 +25,7 @@ from funcrec.serve._package import Package
 from funcrec.serve._weights import FILE, write_weights
 from funcrec.serve.freshness._delta import changes_of, described, shared_problems
 from funcrec.serve.freshness._delta_file import write_file
-from funcrec.serve.freshness._lock import Hold
+from funcrec.serve.freshness._lock import Hold, UrlHold
 from funcrec.serve.freshness._published import DELTA, WEIGHTS, pieces, tidy, version_of
 from funcrec.serve.freshness._push import Address, update_server
 from funcrec.sharding import buckets_of, gather_tables, with_whole_rest
@@ -38,7 +38,7 @@ CALL = "funcrec.publish"
 class Folder(NamedTuple):
     """The folder that a run publishes to, and the manifest of its package."""
 
-    path: Path
+    path: Any  # a Path or a Url
     manifest: Mapping
     keep: int
     run: str
@@ -77,9 +77,10 @@ def publish(
     version to the newest.
 
     Args:
-      folder: a folder for one model, and one publisher at a time. It is made if it is missing. A new run continues
-        with whole weights, because a killed run leaves the changed rows unknown. In one process the newest publisher
-        takes over the folder, and the older publisher is refused.
+      folder: a folder for one model, and one publisher at a time, or the URL of one in a store. It is made if it is
+        missing. A new run continues with whole weights, because a killed run leaves the changed rows unknown. In one
+        process the newest publisher takes over the folder, and the older publisher is refused. A store has no locks:
+        there the newest publisher of all processes takes over.
       package: the package that servers run, or its folder. It states how tables are stored and which parameters are
         read.
       every_steps: the number of steps of the run between two publications.
@@ -126,12 +127,13 @@ def publish(
       >>> package.version[:17], torch.allclose(package(batch), model.apply(done.state.params, batch))
       ('0000000002-step-3', True)
     """
-    check(CALL, folder_problems(folder))
+    where = where_of(folder)
+    check(CALL, folder_problems(where, servers))
     manifest, _ = described(CALL, package)
     names = [t["name"] for t in manifest["tables"]]
     check(CALL, shared_problems(manifest, names))
-    there, run = Folder(Path(os.path.abspath(folder)), manifest, keep, secrets.token_hex(3)), []
-    hold, seen = Hold(CALL, there.path, there.run, manifest["digest"]), []
+    there, run = Folder(where, manifest, keep, secrets.token_hex(3)), []
+    hold, seen = (UrlHold if isinstance(where, Url) else Hold)(CALL, where, there.run, manifest["digest"]), []
 
     def write(record: Any) -> None:
         check(CALL, record_problems(record))
@@ -250,22 +252,33 @@ def gathered_rows(own: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def folder_problems(folder: str | os.PathLike) -> Iterator[Problem]:
-    """Yield a problem unless the path is a folder, or a folder can be made there."""
-    text = os.fspath(folder)
-    need, hint = "a folder, or where one can be made", '"runs/published"'
+def where_of(folder: str | os.PathLike) -> Any:
+    """Return the Url of a folder in a store, or an absolute path."""
+    text, need, hint = os.fspath(folder), "a folder, or where one can be made", '"runs/published"'
     if not isinstance(text, str):
-        yield Problem("`folder` is not a path.", describe(text), "str or pathlib.Path", hint, TypeError)
-    elif not text or "\0" in text:
-        yield Problem("`folder` names no folder.", repr(text), need, hint)
+        fail(CALL, "`folder` is not a path.", got=describe(text), need="a str or a Path", hint=hint, kind=TypeError)
+    if not text or "\0" in text:
+        fail(CALL, "`folder` names no folder.", got=repr(text), need=need, hint=hint)
+    found = path_or_url(CALL, folder, "folder")
+    return found if isinstance(found, Url) else Path(os.path.abspath(found))
+
+
+def folder_problems(path: Path | Url, servers: Sequence[str]) -> Iterator[Problem]:
+    """Yield a problem unless the path is a folder, or a folder can be made there."""
+    need, hint = "a folder, or where one can be made", '"runs/published"'
+    if isinstance(path, Url):
+        first, is_folder = path, not path.is_file()
     else:
-        path = Path(os.path.abspath(text))
         first = next(x for x in (path, *path.parents) if os.path.lexists(x))
-        if not first.is_dir():
-            yield Problem("`folder` is a file, or lies below one.", repr(str(first)), need, hint, NotADirectoryError)
-        elif any((path / x).exists() for x in (MANIFEST, FILE)):
-            need = "a folder of its own, which servers read as their updates"
-            yield Problem("`folder` is a package, or holds weights.", repr(str(path)), need, hint)
+        is_folder = first.is_dir()
+    if not is_folder:
+        yield Problem("`folder` is a file, or lies below one.", repr(str(first)), need, hint, NotADirectoryError)
+    elif any((path / x).exists() for x in (MANIFEST, FILE, INDEX)):
+        need = "a folder of its own, which servers read as their updates"
+        yield Problem("`folder` is a package, or holds weights.", repr(str(path)), need, hint)
+    elif servers and isinstance(path, Url):
+        need, hint = "a folder that the servers read", "servers=(), and packages that follow the URL"
+        yield Problem("`servers` read no stores.", f"{path}", need, hint)
 
 
 def record_problems(record: Any) -> Iterator[Problem]:

@@ -7,16 +7,13 @@ weights(n) = weights(w) with deltas w + 1, ..., n applied in order        w <= n
 """
 
 import contextlib
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from funcrec.core import fail
-from funcrec.files import SUFFIX
+from funcrec.files import SUFFIX, Url, is_whole_folder, reason, remove_folder
 
 DELTA, WEIGHTS = ".delta", ".weights"
 NAME = re.compile(r"((\d{10,})-step-\d+-([0-9a-f]{6}))(\.delta|\.weights)?")
@@ -37,16 +34,17 @@ def piece_of(name: str) -> Piece | None:
     return Piece(int(found[2]), found[3], found[1], found[4] or "") if found else None
 
 
-def pieces(folder: Path) -> list[Piece]:
+def pieces(folder: Path | Url) -> list[Piece]:
     """Return the entries by number. Among entries of one number, the weights come last."""
-    return sorted(p for p in map(piece_of, os.listdir(folder)) if p is not None and p.kind)
+    found = (p for p in (piece_of(x.name) for x in folder.iterdir()) if p is not None and p.kind)
+    return sorted(p for p in found if p.kind == DELTA or is_whole_folder(path_of(folder, p)))
 
 
 def version_of(number: int, step: int, run: str) -> str:
     return f"{number:010d}-step-{step}-{run}"
 
 
-def path_of(folder: Path, piece: Piece) -> Path:
+def path_of(folder: Any, piece: Piece) -> Any:
     return folder / (piece.version + piece.kind)
 
 
@@ -55,7 +53,7 @@ def route(call: str, folder: Path, version: str | None) -> list[Path]:
     try:
         found = pieces(folder)
     except OSError as error:
-        got, need = error.strerror or str(error), "the folder that fr.publish writes to"
+        got, need = reason(error), "the folder that fr.publish writes to"
         fail(call, f"`{folder}` cannot be read.", got=got, need=need, hint='"runs/published"', kind=type(error))
     deltas = {p.number: p for p in found if p.kind == DELTA and p.run == found[-1].run}
     own = piece_of(version or "")
@@ -106,17 +104,16 @@ def tidy(folder: Path, keep: int) -> None:
         is_needed = p.number > min(base, newest.number - keep) if p.kind == DELTA else p.number == base
         if p.run != newest.run or not is_needed:
             remove(path_of(folder, p))
-    for name in os.listdir(folder):
-        if name.endswith(SUFFIX):
-            remove(folder / name)
+    for x in list(folder.iterdir()):
+        part = piece_of(x.name)  # in a store, a killed publisher leaves a folder without its index
+        if x.name.endswith(SUFFIX) or (part is not None and part.run != newest.run):
+            remove(x)
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a folder. A folder is renamed first, so that a reader finds all of it or nothing."""
+def remove(path: Path | Url) -> None:
+    """Remove a file or a folder, so that a reader finds all of it or nothing."""
     with contextlib.suppress(OSError):
         if path.is_dir():
-            aside = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
-            path.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_folder(path)
         else:
             path.unlink()

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from funcrec.core import PositiveMagnitude, Within, fail, typed
+from funcrec.files import Url, path_or_url
 from funcrec.serve.freshness._published import follow
 
 CALL = "funcrec.update_server"
@@ -56,7 +57,11 @@ def update_server(address: Address, folder: str | os.PathLike[str], *, timeout_s
         where, key = ("reload", "weights") if path.is_dir() else ("delta", "path")
         ask(f"{address}/{where}", timeout_s, {key: path.name})
 
-    follow(CALL, Path(folder), ask(f"{address}/healthz", timeout_s)["version"], take)
+    where = path_or_url(CALL, folder, "folder")
+    if isinstance(where, Url):
+        need, hint = "the folder that it reads as its --updates", "package.follow(url), in Python"
+        fail(CALL, "a server reads no store.", got=f"{where}", need=need, hint=hint)
+    follow(CALL, where, ask(f"{address}/healthz", timeout_s)["version"], take)
     return ask(f"{address}/healthz", timeout_s)["version"]
 
 

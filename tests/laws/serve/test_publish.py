@@ -6,16 +6,18 @@ import http.server
 import json
 import os
 import random
+import shutil
 import threading
 import warnings
 
 import pytest
 import torch
+from programs.failing_store import emptied, failing
 from programs.fresh import DTYPES, STEP, batch, begun, bits, held, loss_fn
 
 import funcrec as fr
 from funcrec.core._tree import replace
-from funcrec.files import _whole_file, _whole_folder
+from funcrec.files import _whole_file, _whole_folder, as_path, write_folder
 from funcrec.serve.freshness import _publish, _published
 
 pytestmark = pytest.mark.xdist_group("packages")
@@ -121,6 +123,80 @@ def test_every_version_is_an_export_of_its_step(seed, name, tmp_path, request, m
             if rng.random() < 0.2:
                 told.assert_followed(fr.load_package(told.package))
             assert sum(x.endswith(".delta") for x in os.listdir(told.folder)) <= 2 * keep
+
+
+def test_every_version_in_a_store_is_an_export_of_its_step(coded):
+    """The store of the published folder may fail at any request of a publication. A publisher that begins again
+    succeeds, and packages that follow by URL have the bits of the versions that they name. No files are left over."""
+    rng, keep, store = random.Random(0), 3, emptied()
+    told = Told(coded, "coded", as_path("test", "memory://runs/published", remote=True), keep=keep, every_steps=1)
+    run, fails = begun(), 0
+    told.begin()
+    for number in range(24):
+        run = STEP(run, batch(number))[0]
+        with pytest.MonkeyPatch.context() as patch:
+            if rng.random() < 0.4:
+                failing(patch, rng.randrange(14), late=rng.random() < 0.5)
+            try:
+                told.tell(record("step", number, run))
+                is_lost = False
+            except OSError as error:
+                assert "the store is gone" in str(error) and "\n  need  " in str(error)
+                is_lost, fails = True, fails + 1
+        for version in set(told.versions()) - set(told.right):
+            told.right[version] = wanted(run, "coded")
+        if is_lost:
+            told.begin()
+        if told.versions():
+            told.assert_followed(told.near)
+            if rng.random() < 0.3:
+                told.assert_followed(told.far)
+    told.tell(record("step", 24, run))
+    left = {x.split("/")[3] for x in store.find("/runs/published")} - {".publisher"}
+    assert left == {p.version + p.kind for p in _published.pieces(told.folder)} and fails > 3
+    emptied()
+
+
+def copied(folder, into):
+    shutil.copytree(folder, into, dirs_exist_ok=True)
+
+
+def test_a_package_by_url_is_the_package(coded):
+    """A package, its weights and its deltas in a store answer as those of this machine. Whole weights are replaced
+    only with overwrite=True, and another publisher is refused."""
+    emptied()
+    root, run = "memory://runs", STEP(begun(), batch(1))[0]
+    write_folder(
+        "test",
+        as_path("test", f"{root}/model", remote=True),
+        lambda own: shutil.copytree(coded, own, dirs_exist_ok=True),
+    )
+    near, far = fr.load_package(coded), fr.load_package(f"{root}/model")
+    assert bits(far.params) == bits(near.params) and far.manifest == near.manifest
+    path = fr.write_delta(
+        f"{root}/1.delta", fr.delta(run, 0), f"{root}/model", fr.Params({}, run.state.dense), version="1"
+    )
+    far.apply(path)
+    weights = fr.save_weights(f"{root}/1", held(run.state, "coded"), version="2")
+    near.swap(weights)
+    assert bits(far.params) == bits(near.params) and (far.version, near.version) == ("1", "2")
+    with pytest.raises(FileExistsError, match=r"^funcrec\.save_weights: `memory://runs/1` is there already"):
+        fr.save_weights(weights, held(run.state, "coded"))
+    near.swap(fr.save_weights(weights, held(run.state, "coded"), version="3", overwrite=True))
+    assert near.version == "3"
+    with pytest.raises(FileExistsError, match="holds something else"):
+        fr.export(lambda p, b: p, begun().params, batch(1), f"{root}/1", overwrite=True)
+    first, second = (fr.publish(f"{root}/published", far, every_steps=1) for _ in range(2))
+    first(record("step", 1, run)), second(record("step", 1, run))
+    with pytest.raises(ValueError, match="has another publisher"):
+        first(record("step", 2, run))
+    with pytest.raises(ValueError, match="a server reads no store"):
+        fr.update_server("http://127.0.0.1:9", f"{root}/published")
+    with pytest.raises(ValueError, match="read no stores"):
+        fr.publish(f"{root}/other", far, every_steps=1, servers=["http://127.0.0.1:9"])
+    with pytest.raises(ValueError, match="is a package, or holds weights"):
+        fr.publish(f"{root}/model", far, every_steps=1)
+    emptied()
 
 
 @pytest.mark.parametrize("step", [STEP, SHARDED], ids=["alone", "mesh"])
