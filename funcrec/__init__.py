@@ -160,6 +160,9 @@ from funcrec.train import sync_replicas as sync_replicas
 from funcrec.train import train_step as train_step
 from funcrec.train import TrainState as TrainState
 from funcrec.train import TrainStep as TrainStep
+from funcrec.train import flush as flush
+from funcrec.train import private_step as private_step
+from funcrec.train import PrivateState as PrivateState
 from funcrec.loop import evaluate as evaluate
 from funcrec.loop import evaluate_retrieval as evaluate_retrieval
 from funcrec.loop import fit as fit

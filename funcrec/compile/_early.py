@@ -2,12 +2,13 @@
 
     graph(leaves) = rest(leaves', crossing)      first(leaves) = (what the writes need, crossing);   leaves' = written
 
-A step that admits new ids draws their rows, and its lookups read these rows. As one function it would copy the tables.
-In two functions the rows are written in between, in the memory of the donated leaves.
+A step that admits new ids draws their rows, and its lookups read these rows. So do steps that settle the noise of rows
+before they read them. As one function such a step would copy the tables. In two functions the rows are written in
+between, in the memory of the donated leaves.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from funcrec.compile._writes import RESHAPES, replaced_by, trace_back
 from funcrec.kernels.library import twin
 
 EARLY = ("draw_rows", "settle_columns")
+PUTS = ("scatter_rows",)  # early where the graph reads what they write, and has none of EARLY
 VIEWS = RESHAPES | {torch.ops.aten.view.dtype}
 
 
@@ -41,7 +43,7 @@ def cut_early(whole: GraphModule, inputs: dict[int, Node], donated: Iterable[int
     num_leaves: the number of leaves and captured tensors, after which the crossing values come.
     """
     nodes = list(whole.graph.nodes)
-    writers = [n for n in nodes if is_early(n)]
+    writers = [n for n in nodes if is_one_of(EARLY, n)] or first_puts(nodes)
     leaves = {inputs[i] for i in donated}
     targets = written_leaves(writers, leaves)
     late = followers(writers)
@@ -61,10 +63,17 @@ def cut_early(whole: GraphModule, inputs: dict[int, Node], donated: Iterable[int
     return Cut(first, first_inputs, [numbers[x] for x in targets], len(crossing), rest, rest_inputs)
 
 
-def is_early(node: Node) -> bool:
+def is_one_of(names: Sequence[str], node: Node) -> bool:
     if node.op != "call_function" or twin(node.target) is None:
         return False
-    return node.target._schema.name.partition("::")[2] in EARLY
+    return node.target._schema.name.partition("::")[2] in names
+
+
+def first_puts(nodes: list[Node]) -> list[Node]:
+    """Return the writes of rows that follow no other such write, and whose rows the graph reads."""
+    puts = [n for n in nodes if is_one_of(PUTS, n)]
+    later = followers(puts)
+    return [n for n in puts if n not in later and any(map(is_reader, followers([n])))]
 
 
 def is_reader(node: Node) -> bool:
@@ -139,12 +148,17 @@ def first_graph(
     for w in writers:
         for k, x in enumerate(replaced_by(w)):
             leaf = trace_back(x)[0]
-            made[leaf] = call(own, operator.getitem, (copies[w], k), x.meta["val"])
+            made[leaf] = copies[w] if is_one(w) else call(own, operator.getitem, (copies[w], k), x.meta["val"])
             if x is not leaf:
                 shape = list(leaf.meta["val"].shape)
                 made[leaf] = call(own, torch.ops.aten.view.default, (made[leaf], shape), leaf.meta["val"])
     own.output([*(made[x] for x in leaves), *(copies[n] for n in crossing)])
     return GraphModule(whole, own), {i: copies[n] for i, n in inputs.items()}
+
+
+def is_one(writer: Node) -> bool:
+    """Return whether a write returns one tensor, and not a list of them."""
+    return isinstance(writer.meta["val"], torch.Tensor)
 
 
 def call(graph: Graph, target: object, arguments: tuple[Any, ...], value: object) -> Node:
@@ -178,6 +192,9 @@ def rest_graph(
 
     renewed: dict[Node, Node] = {}  # {node of the new rows in any shape: its leaf}
     for n in whole.graph.nodes:
+        if n in writers and is_one(n):
+            renewed[n] = leaf_of[n, 0]
+            copies[n] = again(replaced_by(n)[0])
         if n in copies or n in before or n in writers:
             continue
         if n.target is operator.getitem and n.args[0] in writers:

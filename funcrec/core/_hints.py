@@ -26,6 +26,7 @@ EXAMPLES: dict[str, str] = {
     "Place": 'fr.data.Place("mine.apply", "age")',
     "Placement": 'fr.row_wise("model")',
     "Plan": 'fr.Plan({"item": fr.row_wise("model")})',
+    "PrivateState": "fr.private_step(loss_fn, sparse=sparse, max_norm=1.0, noise_multiplier=1.0).init(params)",
     "PyTreeSpec": "fr.tree.structure(params)",
     "Record": 'fr.loop.Record("epoch", 0, 12, {"loss": 0.5}, None)',
     "RowGrads": "fr.RowGrads.from_entries(torch.tensor([0]), torch.zeros(1, 8), num_embeddings=100)",

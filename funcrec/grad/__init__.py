@@ -16,10 +16,16 @@ from funcrec.grad._micro_batches import accumulate_grads as accumulate_grads
 from funcrec.grad._micro_batches import over_micro_batches as over_micro_batches
 from funcrec.grad._micro_batches import refuse_in_micro_batches as refuse_in_micro_batches
 from funcrec.grad._micro_batches import total_weight as total_weight
+from funcrec.grad._noise import key_of_table as key_of_table
+from funcrec.grad._noise import row_noise as row_noise
 from funcrec.grad._of_rows import OfRows as OfRows
 from funcrec.grad._of_rows import of_rows as of_rows
 from funcrec.grad._per_example import per_example_grads as per_example_grads
+from funcrec.grad._private import divisor_of as divisor_of
+from funcrec.grad._private import in_range as in_range
+from funcrec.grad._private import noisy_grads as noisy_grads
 from funcrec.grad._private import private_grads as private_grads
+from funcrec.grad._private import rows_read as rows_read
 from funcrec.grad._private import takes_key as takes_key
 from funcrec.grad._remat import remat as remat
 from funcrec.grad._value_and_grad import check_gradients as check_gradients

@@ -14,14 +14,21 @@ from funcrec.tables import Entries, Params, RowGrads
 
 
 def with_noise(grads: Params, key: Tensor, scale: float | Tensor, rows: str) -> Params:
-    """Return the gradients with normal noise of standard deviation `scale` for each dense number and each row."""
+    """Return the gradients with normal noise of standard deviation `scale` for each dense number and each row.
+
+    rows: "all", "touched", or "later", which leaves tables without noise."""
     leaves, structure = tree_flatten(grads.dense)
-    for_dense, for_tables = random.split(key)
+    for_dense, _ = random.split(key)
     noise = lambda i, x: random.normal(random.fold_in(for_dense, i), tuple(x.shape), dtype=torch.float64)
     dense = [(x + scale * noise(i, x)).to(x.dtype) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
-    own = lambda name: random.fold_in(for_tables, number_of(name))
-    tables = {n: _noisy_rows(g, own(n), scale, rows) for n, g in grads.tables.items()}
+    noisy = lambda n, g: g if rows == "later" else _noisy_rows(g, key_of_table(key, n), scale, rows)
+    tables = {n: noisy(n, g) for n, g in grads.tables.items()}
     return Params(tables, tree_unflatten(dense, structure))
+
+
+def key_of_table(key: Tensor, name: str) -> Tensor:
+    """Return the key that makes the noise of a table's rows."""
+    return random.fold_in(random.split(key)[1], number_of(name))
 
 
 def number_of(name: str) -> int:

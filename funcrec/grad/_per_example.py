@@ -130,10 +130,18 @@ def stacked_examples(call: str, batch: Any, max_ids: int | None, *, may_be_empty
     return Examples(tensors, rest, structure, count, torch.stack(fits).all(0) if fits else None)
 
 
-def over_examples(loss_fn: Callable, has_aux: bool, examples: Examples, *, own_weights: bool = False) -> Callable:
+def over_examples(
+    loss_fn: Callable,
+    has_aux: bool,
+    examples: Examples,
+    *,
+    own_weights: bool = False,
+    transform: Callable[..., Any] = value_and_grad,
+) -> Callable:
     """Return a function (params, *args, **kwargs) -> (losses, gradients), stacked, of the examples.
 
-    own_weights: whether an example's weight counts as it is, and not as a share of all weights."""
+    own_weights: whether an example's weight counts as it is, and not as a share of all weights. transform: what is
+    applied to each example's loss."""
 
     def run(params: Params, *args, **kwargs):
         own = {}
@@ -157,7 +165,7 @@ def over_examples(loss_fn: Callable, has_aux: bool, examples: Examples, *, own_w
                 value, aux = loss_and_aux(CALL, out) if has_aux else (out, ())
                 return (value * torch.where(fits[0], 1, torch.nan) if fits else value), aux
 
-            (value, aux), grads = value_and_grad(loss, has_aux=True)(params)
+            (value, aux), grads = transform(loss, has_aux=True)(params)
             leaves, structure = tree_flatten(aux)
             static.update(leaves=[_TENSOR if isinstance(x, Tensor) else x for x in leaves], structure=structure)
             return value, [x for x in leaves if isinstance(x, Tensor)], grads

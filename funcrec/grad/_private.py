@@ -30,15 +30,15 @@ from funcrec.core import (
     tree_map,
     typed,
 )
-from funcrec.grad._examples import example_norms, sum_examples
+from funcrec.grad._examples import example_norms, in_one, sum_examples
 from funcrec.grad._micro_batches import num_examples
 from funcrec.grad._noise import with_noise
-from funcrec.grad._per_example import over_examples, stacked_examples
-from funcrec.grad._value_and_grad import params_problems
+from funcrec.grad._per_example import Examples, over_examples, stacked_examples
+from funcrec.grad._value_and_grad import find_sites, params_problems
 from funcrec.jagged import is_concrete
 from funcrec.kernels import ops
 from funcrec.mesh import bound_names, flatten_parts
-from funcrec.tables import Params, RowGrads
+from funcrec.tables import Params, RowGrads, summed
 
 CALL = "funcrec.private_grads"
 
@@ -69,8 +69,9 @@ def private_grads(
       max_norm: C > 0. noise_multiplier: σ >= 0. Each is a number, or f[]. A tensor that is out of its range makes the
         gradients NaN.
       rows: the rows of tables that get noise. "all": every row of every table, so a step costs as much as its tables
-        are large; the guarantee of DP-SGD holds. "touched": the rows that the batch reads. This is fast, but shows
-        which rows were read: it protects the values of gradients, not the fact that an id was there.
+        are large; the guarantee of DP-SGD holds. (`private_step` has this guarantee at the cost of the batch.)
+        "touched": the rows that the batch reads. This is fast, but shows which rows were read: it protects the values
+        of gradients, not the fact that an id was there.
       batch_size: the divisor B, for batches drawn with a chance for each example; None for the batch's own number.
       max_ids: see `per_example_grads`.
       chunk_size: how many examples are differentiated at once; None for all. Fewer take less memory.
@@ -99,26 +100,43 @@ def private_grads(
       (tensor(3.8500), tensor([0.4500, 0.6000]))
     """
 
+    return noisy_grads(
+        loss_fn, has_aux, max_norm=max_norm, noise_multiplier=noise_multiplier, rows=rows, batch_size=batch_size,
+        max_ids=max_ids, chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def noisy_grads(
+    loss_fn: Callable,
+    has_aux: bool = False,
+    *,
+    max_norm: float | Tensor,
+    noise_multiplier: float | Tensor,
+    rows: str = "all",
+    batch_size: int | None = None,
+    max_ids: int | None = None,
+    chunk_size: int | None = None,
+) -> Callable:
+    """Return the function of `private_grads`. rows: also "later", for tables that get their noise elsewhere."""
+
     @functools.wraps(loss_fn)
     def run(params: Params, batch: Any, *args, key: Tensor | None = None, **kwargs):
         check(CALL, key_problems(key))
         check(CALL, table_problems(params), argument_problems(args, kwargs, batch))
-        bound = or_nan(max_norm, lambda x: (x > 0) & x.isfinite())
-        spread = or_nan(noise_multiplier, lambda x: (x >= 0) & x.isfinite())
+        bound, spread = in_range(max_norm, noise_multiplier)
         for_noise, for_loss = random.split(key)
         if takes_key(loss_fn):
             kwargs["key"] = for_loss
         check("funcrec.value_and_grad", params_problems(params))
         examples = stacked_examples(CALL, batch, max_ids, may_be_empty=True)
-        size, total, losses, aux = chunk_size or examples.count, nothing(params), [], None
-        for begin in range(0, examples.count, max(size, 1)):
-            part = examples.part(begin, min(begin + size, examples.count))
+        total, losses, aux = nothing(params), [], None
+        for part in chunks(examples, chunk_size):
             value, grads = over_examples(loss_fn, has_aux, part, own_weights=True)(params, *args, **kwargs)
             loss, aux = value if has_aux else (value, None)
             check(CALL, aux_problems(aux))
             total = added(total, clipped_sum(grads, bound))
             losses.append(loss)
-        divisor, is_noisy = batch_size or max(examples.count, 1), isinstance(spread, Tensor) or spread > 0
+        divisor, is_noisy = divisor_of(batch_size, examples.count), isinstance(spread, Tensor) or spread > 0
         noisy = with_noise(total, for_noise, spread * bound, rows) if is_noisy else total
         mean = Params({n: g.scale(1 / divisor) for n, g in noisy.tables.items()},
                       tree_map(lambda x: x / divisor, noisy.dense))  # fmt: skip
@@ -126,6 +144,49 @@ def private_grads(
         return ((loss, aux) if has_aux else loss), mean
 
     return run
+
+
+def rows_read(
+    loss_fn: Callable, has_aux: bool, params: Params, batch: Any, key: Tensor, max_ids: int | None, chunk: int | None
+) -> tuple[dict[str, RowGrads], int]:
+    """Return ({table: a gradient of zeros with the rows that the losses of the examples read}, B).
+
+    `key` is that of the function of `private_grads`, which reads these rows."""
+    examples = stacked_examples(CALL, batch, max_ids, may_be_empty=True)
+    own = {"key": random.split(key)[1]} if takes_key(loss_fn) else {}
+    tables = nothing(params).tables
+    for part in chunks(examples, chunk):
+        read = over_examples(loss_fn, has_aux, part, own_weights=True, transform=zero_gradients)
+        found, shared = read(params, **dict(own))[1], {}
+        tables = {n: g + in_one(found.tables[n], None, shared) for n, g in tables.items()}
+    return tables, examples.count
+
+
+def zero_gradients(loss_fn: Callable, has_aux: bool) -> Callable:
+    """Return a function like that of `value_and_grad`, which returns zeros: gradients of the rows that are read."""
+
+    def run(params: Params) -> tuple[Any, Params]:
+        sites = find_sites(loss_fn, params, (), {})
+        made = [x for site in sites for found, _ in site.cotangents(site.zeros(), site.saved) for x in found.items()]
+        return (torch.zeros(()), ()), Params(nothing(params).tables | summed(made), {})
+
+    return run
+
+
+def in_range(max_norm: float | Tensor, noise_multiplier: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
+    """Return both numbers, and NaN in place of a tensor that is out of its range."""
+    bound = or_nan(max_norm, lambda x: (x > 0) & x.isfinite())
+    return bound, or_nan(noise_multiplier, lambda x: (x >= 0) & x.isfinite())
+
+
+def divisor_of(batch_size: int | None, count: int) -> int:
+    return batch_size or max(count, 1)
+
+
+def chunks(examples: Examples, size: int | None) -> Iterator[Examples]:
+    size = size or max(examples.count, 1)
+    for begin in range(0, examples.count, size):
+        yield examples.part(begin, min(begin + size, examples.count))
 
 
 def nothing(params: Params) -> Params:

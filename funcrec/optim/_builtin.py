@@ -18,7 +18,7 @@ from torch import Tensor
 from funcrec.core import check, remade, signature_error
 from funcrec.kernels import formula, ops
 from funcrec.kernels.memory import full_table
-from funcrec.optim._checks import hyper_problems
+from funcrec.optim._checks import hyper_problems, rate_at
 from funcrec.optim._kernel import Kernel
 from funcrec.optim._row import RowOptimizer, build
 
@@ -39,17 +39,21 @@ class Builtin(NamedTuple):
     """All facts of a built-in optimizer. `python -m funcrec.optim.write` writes the part of the kernels from these.
 
     declare: the public function, which has the name, the signature and the docstring. slots: (hyper) -> {name: Slot}.
+    is_rate: (hyper) -> whether the rule is w - lr · g.
     """
 
     declare: Callable[..., Any]
     rule: Callable[[Tensor, Tensor, dict[str, Tensor], Any], tuple[Tensor, dict[str, Tensor]]]
     slots: Callable[[Any], dict[str, Slot]]
+    is_rate: Callable[[Any], bool]
 
 
 BUILTIN: dict[str, Builtin] = {}
 
 
-def builtin(*, rule: Callable, slots: Callable) -> Callable[[Callable[P, RowOptimizer]], Callable[P, RowOptimizer]]:
+def builtin(
+    *, rule: Callable, slots: Callable, is_rate: Callable[[Any], bool] = lambda hyper: False
+) -> Callable[[Callable[P, RowOptimizer]], Callable[P, RowOptimizer]]:
     """Return a decorator of functions without a body, whose arguments are lr and hyper-parameters.
 
     The decorated function returns the optimizer of the rule. The rule runs like a user's rule until its kernels are
@@ -57,7 +61,7 @@ def builtin(*, rule: Callable, slots: Callable) -> Callable[[Callable[P, RowOpti
     """
 
     def decorate(declare: Callable[P, RowOptimizer]) -> Callable[P, RowOptimizer]:
-        own = BUILTIN[declare.__name__] = Builtin(declare, rule, slots)
+        own = BUILTIN[declare.__name__] = Builtin(declare, rule, slots, is_rate)
 
         @remade
         @functools.wraps(declare)
@@ -85,9 +89,12 @@ def build_builtin(own: Builtin, *args: Any, **kwargs: Any) -> RowOptimizer:
     check(f"funcrec.optim.{name}", hyper_problems(lr, hyper, inspect.get_annotations(own.declare)))
     slots = own.slots(SimpleNamespace(**hyper))
     init = lambda table: {k: slot_of(table, *slot) for k, slot in slots.items()}
-    return build(
+    made = build(
         init=init, rule=own.rule, lr=lr, name=name, hyper=hyper, kernel=kernel_of(name, own.rule, slots, hyper)
     )
+    if own.is_rate(SimpleNamespace(**hyper)):
+        made.update.rate = lambda table, step: rate_at(f"funcrec.optim.{name}", lr, step)
+    return made
 
 
 def slot_of(table: Tensor, is_wide: bool, first: float | Tensor) -> Tensor:

@@ -105,6 +105,9 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     halves = (waiting, hold, due) if waiting else ()
     facts = of_all("is_elementwise"), of_any("is_joint"), of_all("is_gradient_wise")
     more = {n: of_all(n) for n in ("has_equal_slots", "ignores_origin")} | {"counts_entries": of_any("counts_entries")}
+    rate = lambda table, step: optimizers.get(table, default).update.rate(table, step)
+    if all(hasattr(o.update, "rate") for o in own):
+        update.rate = rate
     return RowOptimizer(init, update, label, *facts, *halves, **more)
 
 

@@ -65,7 +65,8 @@ class RowOptimizer(NamedTuple):
       `tables` is {table: f[R, D]}, `row_grads` {table: RowGrads}; `step`, int or i64[], is the number of steps taken
       before this step. A table without a gradient comes back as the same tensor. `implementation` names one of
       `funcrec.kernels`; None chooses the default of the device. `key` rounds 16-bit tables stochastically
-      (`stochastic_rounding`); None rounds to the nearest number.
+      (`stochastic_rounding`); None rounds to the nearest number. An update that is w - rate · g for every row has an
+      attribute `rate`, (table, step) -> a number or f[].
       Derivatives: any input may be tracked (requires grad, or wrapped by torch.func): gradients, slots, tables, lr, a
       tensor among the hyper-parameters, or a tensor that the rule reads. The rule then runs in plain torch
       ("reference"), and the update is differentiated to any order and in any mode. If another implementation was

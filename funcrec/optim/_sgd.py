@@ -6,6 +6,7 @@ Every rule updates one row: w, g and the slots are f[D].
 """
 
 import torch
+from torch import Tensor
 
 from funcrec.optim._builtin import builtin, per_element
 from funcrec.optim._row import Rate, RowOptimizer, norm
@@ -15,7 +16,11 @@ def _sgd(row, grad, slots, hyper):
     return row - hyper.lr * (grad + hyper.weight_decay * row), slots
 
 
-@builtin(rule=_sgd, slots=lambda hyper: {})
+def _is_rate(hyper) -> bool:
+    return not isinstance(hyper.weight_decay, Tensor) and hyper.weight_decay == 0
+
+
+@builtin(rule=_sgd, slots=lambda hyper: {}, is_rate=_is_rate)
 def sgd(lr: Rate = 0.01, *, weight_decay: float = 0.0) -> RowOptimizer:
     """w ← w - lr · (g + weight_decay · w). No slots. The default lr is 0.01; torch.optim.SGD's is 0.001.
 

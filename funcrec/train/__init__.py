@@ -3,6 +3,9 @@
 from funcrec.train._first_batch import error_of_loss as error_of_loss
 from funcrec.train._first_batch import trial_of as trial_of
 from funcrec.train._overflow import retry_overflow as retry_overflow
+from funcrec.train._private_step import PrivateState as PrivateState
+from funcrec.train._private_step import flush as flush
+from funcrec.train._private_step import private_step as private_step
 from funcrec.train._rank_step import state_specs as state_specs
 from funcrec.train._recipe import Gathered as Gathered
 from funcrec.train._recipe import Recipe as Recipe

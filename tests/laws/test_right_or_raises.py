@@ -46,6 +46,7 @@ NOT_HERE = {
     "runs a step or a loss, which is here": [
         "retry_overflow", "pipeline", "stale_pipeline", "accumulate_grads", "sweep", "sweep_table", "SweepTable",
     ],
+    "adds noise that waits, and refuses tracked states: test_private_step": ["private_step", "PrivateState", "flush"],
     "holds no tensor: build_index and search_index are here": ["Index"],
     "puts rows back, bit for bit: test_rewind and test_delta": [
         "Logged", "logged", "rewind", "Delta", "delta", "apply_delta",

@@ -52,6 +52,7 @@ STEP = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT)
 SWEPT = fr.sweep(
     lambda lr: fr.train_step(loss_fn, sparse=SPARSE, dense=fr.optim.dense(torch.optim.SGD, lr=lr)), {"lr": [0.1, 0.2]}
 )
+PRIVATE = fr.private_step(loss_fn, sparse=optim.sgd(lr=0.1), dense=OPT, max_norm=1.0, noise_multiplier=1.0)
 STATE = STEP.init(PARAMS)
 ON_MESH = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT, mesh=MESH, plan=PLAN)
 HELD = ON_MESH.init(PARAMS)
