@@ -25,7 +25,6 @@ from funcrec.core._errors import describe as describe
 from funcrec.core._errors import fail as fail
 from funcrec.core._errors import message as message
 from funcrec.core._errors import nearest as nearest
-from funcrec.core._errors import path_hint as path_hint
 from funcrec.core._errors import short_dtype as short_dtype
 from funcrec.core._levels import belongs_above as belongs_above
 from funcrec.core._levels import below as below

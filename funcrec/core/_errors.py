@@ -95,15 +95,6 @@ def describe(x: object) -> str:
     return f"{short_dtype(x.dtype)}[{shape}]{place}{odd}"
 
 
-def path_hint(path: object, hint: str) -> str:
-    """Return what to try if a file is missing: `hint`, or for a URL a copy on this machine.
-
-    A URL in `path` shows as `scheme:/`, since `Path` drops a slash.
-    """
-    found = re.search(r"(?:^|/)([a-z][a-z0-9+.-]+):/", str(path))
-    return f"a copy on this machine: {found[1]}:// is not read, nor any URL" if found else hint
-
-
 def call_name(fn: Callable) -> str:
     """Return the public name of a function or class: `funcrec.lookup` for `lookup` in `funcrec/tables/_lookup.py`.
 

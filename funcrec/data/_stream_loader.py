@@ -6,7 +6,7 @@ batch i of epoch e = encode(table i of stream(source, key=fold_in(key, e)))
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,6 +21,7 @@ from funcrec.data.encoders._encoding import Encoding
 from funcrec.data.encoders._encoding import encode as encode_by
 from funcrec.data.readers import _columns as columns_of
 from funcrec.data.readers._files import Format, is_path, opened
+from funcrec.data.readers._rank_parts import RankOf, last_batch_problems, share_of
 from funcrec.data.readers._schema import Schema
 from funcrec.data.readers._sources import Source, table_of
 from funcrec.data.readers._stream import WINDOW, row_name, tables
@@ -55,6 +56,7 @@ class StreamLoader:
     workers: int
     depth: int
     device: Device | None
+    share: Any  # a rank's Share of the source; None without ranks
     given: dict[str, Any]  # the arguments of `stream_loader`, to make a copy in another process
     look: Callable[[tuple[Position, Batch]], Any] | None = None  # it sees each item before the device does
 
@@ -68,6 +70,8 @@ class StreamLoader:
         refuse_iteration("funcrec.data.StreamLoader")
 
     def __length_hint__(self) -> int:
+        if self.share is not None:
+            return self.share.num_batches
         counts = [part.num_rows for part in self.source.parts]
         if None in counts:
             return NotImplemented
@@ -80,7 +84,8 @@ class StreamLoader:
         A file of which only bytes in the middle changed has the same numbers.
         """
         key = None if self.key is None else int(self.key)
-        return {"batch_size": self.batch_size, "key": key, "window": self.window, **self.source.content}
+        ranks = {} if self.share is None else {"ranks": self.given["rank_of"][1]}
+        return {"batch_size": self.batch_size, "key": key, "window": self.window, **ranks, **self.source.content}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the arguments that pickle saves. A path is saved as it is and opened again. A table is saved whole."""
@@ -109,6 +114,7 @@ def stream_loader(
     workers: Size = 0,
     depth: Count = 2,
     device: Device | None = None,
+    rank_of: RankOf = None,
 ) -> StreamLoader:
     """Return a loader for `fr.fit` that reads a source larger than memory.
 
@@ -120,6 +126,9 @@ def stream_loader(
       pad_last: fill up a last batch that is not full with copies of its last row, of weight 0, as `batches` does.
       bucket: pad the ids by `fr.pad_to_bucket`.
       workers, depth, device: as in `loader`. The threads encode; one separate thread reads.
+      rank_of: as in `stream`. It requires `drop_last` or `pad_last`. A batch has `batch_size` rows of this rank, and
+        every rank takes as many batches: with `drop_last` as the rank with the fewest rows; with `pad_last` as the rank
+        with the most rows, and the others end with batches of weight 0.
 
     Returns:
       a function load(position=Position()) that returns an iterator of (position after the batch, batch), as `batches`.
@@ -139,6 +148,7 @@ def stream_loader(
     """
     given = dict(locals())
     check(CALL, last_problems(drop_last, pad_last), device_problems(device))
+    check(CALL, last_batch_problems(rank_of, drop_last, pad_last))
     if isinstance(encode, Encoding):
         names = opened(CALL, source, None, format).schema.names
         found = opened(CALL, source, [n for n in encode.schema.columns if n in names], format)
@@ -149,18 +159,16 @@ def stream_loader(
         make = lambda table: examples_of(CALL, table, encode, {})
     else:
         found, make = opened(CALL, source, columns, format), encode
-    own = (batch_size, key, window, drop_last, pad_last, bucket, workers, depth, device)
+    share = share_of(CALL, found, rank_of, batch_size, drop_last)
+    own = (batch_size, key, window, drop_last, pad_last, bucket, workers, depth, device, share)
     return StreamLoader(found, make, *own, given)
 
 
 def _positions(load: StreamLoader, position: Position) -> Iterator[tuple[Position, Batch]]:
     """Yield (position after the batch, batch). With the last batch comes the first position of the next epoch."""
     (epoch, number), key = position, load.key
-    numbered = tables(
-        CALL, load.source, load.batch_size, key=None if key is None else random.fold_in(key, epoch),
-        window=load.window, skip=number, drop_last=load.drop_last,
-    )  # fmt: skip
-    make = lambda pair: _made(load, *pair)
+    numbered = _numbered(load, None if key is None else random.fold_in(key, epoch), number)
+    make = lambda item: _made(load, *item)
     found = in_threads(make, numbered, load.workers, load.depth) if load.workers else map(make, numbered)
     batch = next(found, None)
     if batch is None:
@@ -172,13 +180,36 @@ def _positions(load: StreamLoader, position: Position) -> Iterator[tuple[Positio
         batch = following
 
 
-def _made(load: StreamLoader, rows: np.ndarray, table) -> Batch:
+def _numbered(load: StreamLoader, key: Tensor | None, skip: int) -> Iterator[tuple[np.ndarray, Any, int]]:
+    """Yield (numbers of the rows, table, rows that count) of the batches after the first `skip`.
+
+    A rank whose own rows end early repeats its last row, which does not count.
+    """
+    size, share = load.batch_size, load.share
+    if share is None:
+        found = tables(CALL, load.source, size, key=key, window=load.window, skip=skip, drop_last=load.drop_last)
+        yield from ((rows, table, len(rows)) for rows, table in found)
+        return
+    own = -(-sum(part.num_rows for part in share.source.parts) // size)
+    first = min(skip, own - 1) if load.pad_last else skip
+    found = tables(CALL, share.source, size, key=key, window=load.window, skip=first, drop_last=load.drop_last)
+    number, rows, table = first, np.empty(0), None
+    for rows, table in islice(found, max(share.num_batches - first, 0)):
+        if number >= skip:
+            yield rows, table, len(rows)
+        number += 1
+    for _ in range(max(number, skip), share.num_batches if table is not None else 0):
+        yield rows[-1:], table.slice(len(rows) - 1), 0
+
+
+def _made(load: StreamLoader, rows: np.ndarray, table, count: int) -> Batch:
+    source = load.source if load.share is None else load.share.source
     if not load.pad_last:
-        return to_batch(load.source, load.encode, rows, table, load.bucket)
+        return to_batch(source, load.encode, rows, table, load.bucket)
     at = np.minimum(np.arange(load.batch_size), len(rows) - 1)
-    batch = to_batch(load.source, load.encode, rows[at], table.take(at) if len(rows) < len(at) else table, load.bucket)
+    batch = to_batch(source, load.encode, rows[at], table.take(at) if len(rows) < len(at) else table, load.bucket)
     weight = torch.ones(len(at)) if batch.weight is None else batch.weight
-    return replace(batch, weight=torch.where(torch.arange(len(at)) < len(rows), weight, 0))
+    return replace(batch, weight=torch.where(torch.arange(len(at)) < count, weight, 0))
 
 
 def to_batch(source: Source, encode: Callable, rows: np.ndarray, table, bucket: bool = False) -> Batch:

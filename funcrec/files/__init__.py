@@ -21,6 +21,7 @@ from funcrec.files._url_folder import INDEX as INDEX
 from funcrec.files._urls import STALE_S as STALE_S
 from funcrec.files._urls import Url as Url
 from funcrec.files._urls import local_copy as local_copy
+from funcrec.files._urls import raise_of_store as raise_of_store
 from funcrec.files._urls import reason as reason
 from funcrec.files._urls import size_of as size_of
 from funcrec.files._urls import steady as steady

@@ -71,6 +71,14 @@ class Url:
         return Url(self.call, self.text.rpartition("/")[0], self.fs)
 
     @property
+    def suffix(self) -> str:
+        return Path(self.name).suffix
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.text.partition("://")[2].split("/"))
+
+    @property
     def scheme(self) -> str:
         return self.text.partition("://")[0].lower()
 
@@ -116,8 +124,9 @@ class Url:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def open(self, mode: str = "rb") -> "StoreFile":
-        return StoreFile(self, self.stat().st_size)
+    def open(self, mode: str = "rb", request: int = READ) -> "StoreFile":
+        """Open the object for reading. request: the least bytes of a request."""
+        return StoreFile(self, self.stat().st_size, request)
 
     def range(self, begin: int, end: int) -> bytes:
         if begin >= end:
@@ -173,6 +182,12 @@ class Url:
             raise new from error
 
 
+def raise_of_store(error: BaseException) -> None:
+    """Raise an error of a store again. Other errors return."""
+    if hasattr(error, "store_said"):
+        raise error
+
+
 def reason(error: OSError) -> str:
     """Return why the system, or a store, refused."""
     return getattr(error, "store_said", None) or error.strerror or str(error)
@@ -186,19 +201,20 @@ def entry_of(info: dict[str, Any]) -> Entry:
 
 
 class StoreFile:
-    """An object open for reading at random places. Each request has READ bytes or more, and the last answer is kept."""
+    """An object open for reading at random places. A request has `request` bytes or more; the last answer is kept."""
 
-    def __init__(self, url: Url, size: int):
-        self.url, self.size, self.at, self.first, self.held, self.closed = url, size, 0, 0, b"", False
+    def __init__(self, url: Url, size: int, request: int = READ):
+        self.url, self.size, self.request, self.closed = url, size, request, False
+        self.at, self.first, self.held = 0, 0, b""
 
     def read(self, count: int | None = -1) -> bytes:
         begin = min(self.at, self.size)
         end = self.size if count is None or count < 0 else min(begin + count, self.size)
         self.at = end
-        if end - begin >= READ:
+        if end - begin >= self.request:
             return self.url.range(begin, end)
         if not self.first <= begin <= end <= self.first + len(self.held):
-            self.first, self.held = begin, self.url.range(begin, min(begin + READ, self.size))
+            self.first, self.held = begin, self.url.range(begin, min(begin + self.request, self.size))
         return self.held[begin - self.first : end - self.first]
 
     def readinto(self, buffer: Any) -> int:

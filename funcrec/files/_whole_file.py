@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from funcrec.core import Problem, check, describe, fail, message, path_hint
-from funcrec.files._urls import STALE_S, URL, Url, url_of, write_object
+from funcrec.core import Problem, check, describe, fail, message
+from funcrec.files._urls import STALE_S, URL, Url, raise_of_store, url_of, write_object
 
 try:
     import fcntl
@@ -44,11 +44,17 @@ def as_path(
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         fail(call, "`path` is not a path.", got=describe(path), need="str or pathlib.Path", kind=TypeError)
     text = os.fspath(path)
-    if remote and URL.match(text):
-        return url_of(call, text, kind)
+    if URL.match(text):
+        found = url_of(call, text, kind)
+        check(call, () if remote or isinstance(found, Path) else local_problems(found, kind))
+        return found
     if not text or "\0" in text or not Path(text).name:
         fail(call, f"`path` names no {kind}.", got=f"{text!r}", need=f"the name of a {kind}", hint=hint)
     return Path(text)
+
+
+def local_problems(path: Url, kind: str) -> Iterator[Problem]:
+    yield Problem("`path` is a URL.", f"{path}", f"a {kind} of this machine", "a copy on this machine")
 
 
 def path_or_url(call: str, path: str | os.PathLike[str], kind: str = "file") -> Any:
@@ -115,7 +121,7 @@ def place_problems(path: Path) -> Iterator[Problem]:
         mode = path.stat().st_mode
     except OSError:
         if not path.parent.is_dir():
-            got, hint = f"{str(path.parent)!r}", path_hint(path, "os.makedirs(folder, exist_ok=True)")
+            got, hint = f"{str(path.parent)!r}", "os.makedirs(folder, exist_ok=True)"
             yield Problem(f"the folder of `{path}` does not exist.", got, "a folder", hint, FileNotFoundError)
         return
     if not stat.S_ISREG(mode):
@@ -134,7 +140,7 @@ def open_file(call: str, path: Path | Url) -> BinaryIO:
         if isinstance(error, FileNotFoundError):
             near = sorted(p.name for p in path.parent.glob("*") if p.is_file())[:5] if path.parent.is_dir() else []
             hint = f"beside it: {', '.join(near)}" if near else "the path that save returned"
-            raise_os(call, error, f"`{path}` does not exist.", "a file that save wrote", path_hint(path, hint))
+            raise_os(call, error, f"`{path}` does not exist.", "a file that save wrote", hint)
         raise_os(call, error, f"`{path}` cannot be read.", "a file that this user may read", "another path")
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
@@ -152,8 +158,7 @@ def kind_of(mode: int) -> str:
 
 def raise_os(call: str, error: OSError, what: str, need: str, hint: str) -> NoReturn:
     """Raise the system's error, with its kind and number, in four parts. An error of a store has them already."""
-    if hasattr(error, "store_said"):
-        raise error
+    raise_of_store(error)
     new = type(error)(message(call, [Problem(what, error.strerror or str(error), need, hint)]))
     new.errno = error.errno
     raise new from error

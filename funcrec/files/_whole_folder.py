@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from funcrec.core import Problem, check, path_hint
+from funcrec.core import Problem, check
 from funcrec.files._opened import Folder, read_here
 from funcrec.files._url_folder import INDEX, read_url_folder, remove_url_folder, url_folder_problems, write_url_folder
 from funcrec.files._urls import Url
@@ -120,7 +120,7 @@ def take_name(new: Path, path: Path) -> None:
 
 def place_problems(path: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator[Problem]:
     if not path.parent.is_dir():
-        what, hint = f"the folder of `{path}` does not exist.", path_hint(path, "os.makedirs(folder, exist_ok=True)")
+        what, hint = f"the folder of `{path}` does not exist.", "os.makedirs(folder, exist_ok=True)"
         yield Problem(what, f"{str(path.parent)!r}", "a folder", hint, FileNotFoundError)
     elif os.path.exists(path) and not overwrite:
         what = f"`{path}` is there already."

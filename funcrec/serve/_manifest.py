@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from funcrec.core import Problem, check, fail, path_hint
+from funcrec.core import Problem, check, fail
 from funcrec.files import Folder
 from funcrec.serve._json_forms import MOST, SPEC, OrNull, Whole, form_problems, wrong
 
@@ -72,7 +72,7 @@ def read_manifest(call: str, folder: Folder) -> dict[str, Any]:
         text = folder.open(MANIFEST).text()
     except (OSError, UnicodeDecodeError) as error:
         need = "a folder that fr.export wrote"
-        hint = path_hint(folder.path, "fr.export(predict, params, example, path)")
+        hint = "fr.export(predict, params, example, path)"
         fail(call, f"`{folder.path}` is not a package.", got=f"{MANIFEST}: {error}", need=need, hint=hint,
             kind=FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)  # fmt: skip
     try:

@@ -1,9 +1,14 @@
-"""Checks that all readers need: that pyarrow is installed, and that files exist."""
+"""What all readers need: that pyarrow is installed, that files exist, and pyarrow's files for paths and URLs."""
 
 import os
 from pathlib import Path
+from typing import Any
 
-from funcrec.core import describe, fail, path_hint
+from funcrec.core import describe, fail
+from funcrec.files import Url, as_path
+
+PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+REQUEST = 1 << 16  # the least bytes of a request for a part of a Parquet file
 
 
 def need_pyarrow(call: str):
@@ -16,12 +21,36 @@ def need_pyarrow(call: str):
     return pyarrow
 
 
+def parquet_of(path: Path | Url) -> Any:
+    """Return what pyarrow reads a Parquet file from."""
+    import pyarrow as pa
+
+    return pa.PythonFile(path.open(request=REQUEST), mode="r") if isinstance(path, Url) else path
+
+
+def text_of(path: Path | Url) -> Any:
+    """Return a stream of the unpacked bytes of a file."""
+    import pyarrow as pa
+
+    if not isinstance(path, Url):
+        return pa.input_stream(path)
+    file = pa.PythonFile(path.open(), mode="r")
+    return pa.CompressedInputStream(file, PACKED[path.suffix]) if path.suffix in PACKED else file
+
+
+def files_below(root: Path | Url) -> list:
+    """Return all files of a folder, sorted by the parts of their paths."""
+    if isinstance(root, Url):
+        return sorted(root.files(), key=lambda p: p.parts)
+    return [p for p in sorted(root.rglob("*")) if p.is_file()]
+
+
 def need_file(call: str, path: str | os.PathLike) -> Path:
     if not isinstance(path, str | os.PathLike):
         need, hint = "a path", 'path="day_0.tsv"'
         fail(call, "`path` is not a path.", got=describe(path), need=need, hint=hint, kind=TypeError)
-    path = Path(path).expanduser()
+    path = Path(as_path(call, path)).expanduser()
     if not path.is_file():
-        hint = path_hint(path, "a path from the working directory, or an absolute path")
+        hint = "a path from the working directory, or an absolute path"
         fail(call, "there is no such file.", got=f"{str(path)!r}", need="a file", hint=hint, kind=FileNotFoundError)
     return path

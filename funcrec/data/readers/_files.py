@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-from funcrec.core import Problem, Within, check, describe, fail, nearest, path_hint, typed_fields
-from funcrec.data.readers._arrow import need_pyarrow
+from funcrec.core import Problem, Within, check, describe, fail, nearest, typed_fields
+from funcrec.data.readers._arrow import PACKED, files_below, need_pyarrow, parquet_of, text_of
 from funcrec.data.readers._columns import first_true, plain
 from funcrec.data.readers._sources import NEED, Part, Source, Wanted, absent_problems, as_table, wanted_names
 from funcrec.data.readers._text_faults import (
@@ -28,9 +28,9 @@ from funcrec.data.readers._text_faults import (
     is_utf16,
     last_column,
 )
+from funcrec.files import Url, path_or_url, raise_of_store
 
 BLOCK_BYTES, BLOCK_ROWS, PIECE_ROWS = 8 << 20, 1 << 16, 1 << 13
-PACKED = (".gz", ".bz2", ".zst", ".lz4")
 LOOKED_AT = 16  # the most files that are read to find the types of empty columns
 NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
@@ -92,26 +92,29 @@ def _files(call: str, source: Any) -> list[tuple[Path, dict[str, str | None]]]:
         what, hint = "the source is not a table.", 'source="day_0.tsv", or {"item": [1, 2]}'
         fail(call, what, got=describe(source), need=NEED, hint=hint, kind=TypeError)
     files: list[tuple[Path, dict]] = []
-    for root in [Path(p).expanduser() for p in (source if several else [source])]:
-        if root.is_dir():
-            inside = [p.relative_to(root) for p in sorted(root.rglob("*")) if p.is_file()]
-            seen = [p for p in inside if not any(part.startswith((".", "_")) for part in p.parts)]
-            files += [(root / p, _partitions(root, p.parts[:-1])) for p in seen]
-        elif root.is_file():
+    for root in [path_or_url(call, p) for p in (source if several else [source])]:
+        root = root if isinstance(root, Url) else root.expanduser()
+        if root.is_file():
             files.append((root, _partitions(root.parent, ())))
+        elif root.is_dir():
+            inside = [(p, p.parts[len(root.parts) :]) for p in files_below(root)]
+            seen = [(p, own) for p, own in inside if not any(part.startswith((".", "_")) for part in own)]
+            files += [(p, _partitions(root, own[:-1])) for p, own in seen]
         else:
-            got, hint = f"{str(root)!r}", path_hint(root, "a path from the working directory, or an absolute path")
+            got, hint = f"{str(root)!r}", "a path from the working directory, or an absolute path"
+            hint = "another URL" if isinstance(root, Url) else hint
             fail(call, "there is no such file.", got=got, need="a file or a folder", hint=hint, kind=FileNotFoundError)
     if not files:
         fail(call, "there is no file in the folder.", got=f"{str(source)!r}", need="files of text or Parquet")
     return files
 
 
-def _partitions(root: Path, inside: Sequence[str]) -> dict[str, str | None]:
+def _partitions(root: Path | Url, inside: Sequence[str]) -> dict[str, str | None]:
     """Return {"day": "1", "hour": "2"} for data/day=1 and ("hour=2",).
 
     The pairs come from the folders inside the root and from those at the end of its path."""
-    above = reversed([*takewhile(lambda name: "=" in name, reversed(root.absolute().parts))])
+    own = root.parts if isinstance(root, Url) else root.absolute().parts
+    above = reversed([*takewhile(lambda name: "=" in name, reversed(own))])
     pairs = (unquote(part).split("=", 1) for part in (*above, *inside) if "=" in part)
     return {name: None if value == NO_PARTITION else value for name, value in pairs}
 
@@ -209,8 +212,9 @@ def _parquet_parts(call: str, files: list, wanted: Wanted, _: str) -> Source:
     metas = []
     for path, _ in files:
         try:
-            metas.append(parquet.read_metadata(path))
+            metas.append(parquet.read_metadata(parquet_of(path)))
         except (pa.ArrowException, OSError) as error:
+            raise_of_store(error)
             what = f"`{path.name}` is not a whole parquet file."
             hint = 'format="csv", if it is text; else write it again'
             fail(call, what, got=str(error)[:120], need="a parquet file", hint=hint)
@@ -225,9 +229,8 @@ def _parquet_parts(call: str, files: list, wanted: Wanted, _: str) -> Source:
         for group in range(meta.num_row_groups):
 
             def read(path=path, meta=meta, group=group, partitions=partitions):
-                file = parquet.ParquetFile(
-                    path, metadata=meta, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20
-                )  # fmt: skip
+                how = {"pre_buffer": True} if isinstance(path, Url) else {"pre_buffer": False, "buffer_size": 1 << 20}
+                file = parquet.ParquetFile(parquet_of(path), metadata=meta, page_checksum_verification=True, **how)
                 with file:
                     for chunk in file.iter_batches(batch_size=BLOCK_ROWS, row_groups=[group], columns=own):
                         yield _filled(call, path.name, chunk, schema, partitions, extra)
@@ -279,7 +282,7 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
     def lines(path: Path, types: dict[Any, Any], include: list[str] | None):
         # With several threads, errors of pyarrow do not name the line.
         return csv.open_csv(
-            path,
+            text_of(path) if isinstance(path, Url) else path,
             csv.ReadOptions(column_names=names, use_threads=False, block_size=BLOCK_BYTES),
             csv.ParseOptions(
                 delimiter=form.delimiter, quote_char='"' if form.quotes else False, ignore_empty_lines=False,
@@ -335,7 +338,7 @@ def _whole_lines(path: Path) -> int:
     import pyarrow as pa
 
     lines = 0
-    with contextlib.suppress(pa.ArrowException, OSError), pa.input_stream(path) as file:
+    with contextlib.suppress(pa.ArrowException, OSError), text_of(path) as file:
         while path.suffix in PACKED and (read := file.read(1 << 12)):
             lines += read.count(b"\n")
     return lines
@@ -362,6 +365,7 @@ def _or_line(call: str, path: Path, at: int, step: Callable[[], Any], names: Cal
     try:
         return step()
     except (pa.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
+        raise_of_store(error)
         found = re.search(r"(column #\d+: )?Row #(\d+): (.*)", str(error), re.DOTALL)
         column, number, got = found.groups() if found else (None, max(at, _whole_lines(path) + 1), str(error))
         need = "a whole file, of rows of as many fields as there are names"

@@ -18,6 +18,7 @@ import torch
 from funcrec.core import Problem, check, describe, fail, is_followed, is_tracked, reported, twice_problems
 from funcrec.data.readers._arrow import need_pyarrow
 from funcrec.data.readers._schema import Schema
+from funcrec.files import Url, raise_of_store
 
 END_BYTES = 1 << 12  # a Parquet file ends with the metadata of its rows
 NEED = "a pandas, polars or pyarrow table, a dict of columns, a path, or paths"
@@ -51,7 +52,7 @@ class Source(NamedTuple):
     schema: Any
     parts: list[Part]
     name: str
-    files: tuple[Path, ...] = ()
+    files: tuple[Path | Url, ...] = ()
 
     @property
     def content(self) -> dict[str, int]:
@@ -63,7 +64,7 @@ class Source(NamedTuple):
             return {"rows": sum(part.num_rows or 0 for part in self.parts)}
         crc, size = 0, 0
         for path in self.files:
-            with path.open("rb") as file:
+            with path.open(request=END_BYTES) if isinstance(path, Url) else path.open("rb") as file:
                 own = file.seek(0, os.SEEK_END)
                 ends = []
                 for at in (0, max(own - END_BYTES, 0)):
@@ -92,6 +93,7 @@ def part_chunks(call: str, part: Part) -> Iterator:
         if part.num_rows is not None and rows != part.num_rows:
             raise pa.ArrowInvalid(f"{rows} rows of {part.num_rows}")
     except (pa.ArrowException, OSError) as error:
+        raise_of_store(error)
         what, need = f"`{part.file}` is damaged.", "pages as they were written"
         fail(call, what, got=f"{str(error)[:120]}", need=need, hint="the file once more from where it came")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from funcrec.core import Count, Key, Size, fail, random, typed
 from funcrec.data.datasets._ctr import random_order
 from funcrec.data.readers._files import Format, opened
+from funcrec.data.readers._rank_parts import RankOf, source_of
 from funcrec.data.readers._sources import Part, Source, part_chunks, table_of
 
 WINDOW = 1 << 17
@@ -27,7 +28,8 @@ def read(source: object, *, columns: Sequence[str] | None = None, format: Format
 
     Args:
       source: a pandas, polars or pyarrow table, or any value with Arrow's PyCapsule interface; a dict of columns, which
-        are lists or arrays of numpy or torch; a path, a list of paths, or a folder. Files are CSV, TSV or Parquet. Text
+        are lists or arrays of numpy or torch; a path, a list of paths, or a folder, also as URLs in a store
+        ("s3://bucket/clicks": see `fr.save`). Files are CSV, TSV or Parquet. Text
         may be packed as .gz, .bz2, .zst or .lz4. Hive partitions of a folder (`day=3/part.parquet`) become columns of
         integers or strings.
       columns: the columns to read, in this order. None reads all columns of the first file.
@@ -63,6 +65,7 @@ def stream(
     window: Count = WINDOW,
     skip: Size = 0,
     drop_last: bool = False,
+    rank_of: RankOf = None,
 ) -> Iterator[Any]:
     """Return an iterator over the rows of `read`, as pyarrow.RecordBatches of `batch_size` rows.
 
@@ -75,8 +78,11 @@ def stream(
       window: the number of rows that are held and shuffled together.
       skip: the number of first batches to leave out, for a run that continues. Row groups inside them are not read.
       drop_last: leave out a last batch that is not full.
+      rank_of: (rank, number of ranks): to read only this rank's row groups, or pieces of a table. Every part is one
+        rank's, and the largest are given first, so ranks differ by one part at most. It raises if a rank has no rows.
 
-    Law: an epoch has every row once. The batches after `skip` equal those of an iterator without `skip`.
+    Law: an epoch has every row once, over all ranks. The batches after `skip` equal those of an iterator without
+      `skip`.
 
     Example:
       >>> from funcrec.data import stream
@@ -84,7 +90,7 @@ def stream(
       [{'item': [3, 4]}, {'item': [5]}]
     """
     call = "funcrec.data.stream"
-    found = opened(call, source, columns, format)
+    found = source_of(call, opened(call, source, columns, format), rank_of)
     numbered = tables(call, found, batch_size, key=key, window=window, skip=skip, drop_last=drop_last)
     return (_joined(table) for _, table in numbered)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from funcrec.core import fail
+from funcrec.data.readers._arrow import text_of
 
 BEYOND = 2.0**63  # above the largest i64
 REST = re.compile(rb'[^"]*+(?:""[^"]*+)*+"')  # the rest of a field in quotes
@@ -17,10 +18,9 @@ def last_column(path: Path, delimiter: str, names: list[str] | None) -> str | No
     """Return the name of the last column, or None.
 
     An open quote in the last column swallows the rest of the file. In other columns it causes an error."""
-    import pyarrow as pa
 
     if names is None:
-        with pa.input_stream(path) as file, io.TextIOWrapper(file, "utf-8-sig", "replace", newline="") as text:
+        with text_of(path) as file, io.TextIOWrapper(file, "utf-8-sig", "replace", newline="") as text:
             names = next(csv.reader(text, delimiter=delimiter), [])
     return names[-1] if names and names.count(names[-1]) == 1 else None
 
@@ -34,11 +34,10 @@ def ends_in_a_line_break(chunk, name: str) -> bool:
 
 def check_quotes(call: str, path: Path, delimiter: str) -> None:
     """Raise if a field begins with a quote and does not end with a quote."""
-    import pyarrow as pa
 
     begin = re.compile(rb"(?:^|[\r" + re.escape(delimiter.encode()) + rb'])"')
     opened = None
-    with pa.input_stream(path) as file:
+    with text_of(path) as file:
         for number, line in enumerate(io.BufferedReader(file), 1):
             at = 0
             while found := (begin.search(line, at) if opened is None else REST.match(line, at)):
@@ -94,7 +93,7 @@ def is_utf16(path: Path) -> bool:
     import pyarrow as pa
 
     try:
-        with pa.input_stream(path) as file:
+        with text_of(path) as file:
             return file.read(2) in (b"\xff\xfe", b"\xfe\xff")
     except (pa.ArrowException, OSError):
         return False

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, has_tracked, path_hint, typed
+from funcrec.core import Problem, check, describe, has_tracked, typed
 from funcrec.files import Url, path_or_url, read_folder
 from funcrec.history import ChangedIds, ChangedRows, Delta
 from funcrec.kernels import ops
@@ -161,7 +161,7 @@ def path_problems(found: Path | Url) -> Iterator[Problem]:
     if not found.name or found.is_dir():
         yield Problem("`path` does not name a file.", repr(os.fspath(found)), "the name of a file", '"runs/1.delta"')
     elif isinstance(found, Path) and not found.parent.is_dir():
-        hint = path_hint(found, "os.makedirs(folder, exist_ok=True)")
+        hint = "os.makedirs(folder, exist_ok=True)"
         yield Problem(
             "the folder of `path` is not there.", f"{str(found.parent)!r}", "a folder", hint, FileNotFoundError
         )
