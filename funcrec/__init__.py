@@ -12,6 +12,7 @@ from funcrec.core import fold_in as fold_in
 from funcrec.core import key as key
 from funcrec.core import pytree as pytree
 from funcrec.core import split as split
+from funcrec.invariance import invariant as invariant
 from funcrec.jagged import JaggedTensor as JaggedTensor
 from funcrec.jagged import KeyedJaggedTensor as KeyedJaggedTensor
 from funcrec.jagged import KeyedTensor as KeyedTensor

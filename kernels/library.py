@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
-from funcrec.kernels import attention, draws, extrema, stacks, vocabulary
+from funcrec.kernels import attention, draws, extrema, invariant, stacks, vocabulary
 from funcrec.kernels.forms import (
     accumulation_dtype,
     capacities,
@@ -64,6 +64,7 @@ SCHEMAS = {
     **attention.SCHEMAS,
     **draws.SCHEMAS,
     **extrema.SCHEMAS,
+    **invariant.SCHEMAS,
     **vocabulary.SCHEMAS,
 }
 SUMS = ("coalesce", "expand")
@@ -173,6 +174,7 @@ FAKES: dict[str, Callable] = {
     **attention.FAKES,
     **draws.FAKES,
     **extrema.FAKES,
+    **invariant.FAKES,
     **vocabulary.FAKES,
     "top_k": _top_k,
 }

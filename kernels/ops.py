@@ -10,6 +10,7 @@
     take_ranges              ranges of a buffer one after the other, and take_ranges_transpose
     to_padded, from_padded   bags as a padded block and back; each is the transpose of the other
     bag_extrema              the greatest or least value of each bag, and bag_extrema_transpose
+    invariant_bmm            products whose bits do not depend on the batch; invariant_sum, sums of the same order
     bucketize                ids, grouped by the shard that owns the row
     owner_blocks             bucketize for several tables, as blocks of one size for each rank, with the bags' lengths
     quantized_lookup         pooled_lookup of rows of 8, 4 or 2 bits
@@ -61,6 +62,7 @@ from funcrec.kernels.forms import (
     check_coded,
     flatten,
 )
+from funcrec.kernels.products import invariant_bmm, invariant_sum
 from funcrec.kernels.rules import RULES
 from funcrec.kernels.tracked import any_tracked
 from torch import Tensor
@@ -68,7 +70,7 @@ from torch import Tensor
 __all__ = [
     "IMPLEMENTATIONS", "RULES", "Feature", "Owners", "Rule", "Segment", "Terms", "accumulation_dtype", "admit_columns",
     "admit_ids", "ambient", "available", "chosen", "draw_rows", "find_columns", "find_ids", "has", "initial_rows",
-    "is_free", "is_plain", "settle_columns", "settle_ids", "settle_ids_", "using",
+    "invariant_bmm", "invariant_sum", "is_free", "is_plain", "settle_columns", "settle_ids", "settle_ids_", "using",
 ]  # fmt: skip
 
 

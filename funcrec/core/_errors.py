@@ -20,6 +20,7 @@ STAGES = {
     "jagged",
     "mesh",
     "tables",
+    "invariance",
     "grad",
     "compile",
     "kinds",

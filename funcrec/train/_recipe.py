@@ -15,6 +15,7 @@ from torch import Tensor
 
 from funcrec.core import Problem, check, describe, random
 from funcrec.grad import over_micro_batches, value_grad_and_overflows
+from funcrec.invariance import invariant
 from funcrec.kinds import known, with_ids
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import dense_terms
@@ -36,6 +37,7 @@ class Recipe(NamedTuple):
     admits: bool = True  # whether the step admits the ids of its batch
     grad: Callable | None = None  # the transform that gives the gradients; None for `value_and_grad`
     max_norm: float | Tensor | None = None  # the bound on the norm over all gradients
+    is_invariant: bool = False  # whether bits depend on the numbers alone
 
     def differentiated(self, loss_fn: Callable) -> Callable:
         """Return the function (params, batch, **extra) -> (value, gradients, overflows) of the loss."""
@@ -131,6 +133,8 @@ class Stages(NamedTuple):
 
 def run_recipe(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict[Any, Any]]:
     """Return (state', metrics) after one step."""
+    if recipe.is_invariant:
+        return invariant(run_recipe)(recipe._replace(is_invariant=False), place, state, batch)
     old = state
     state, of_ids, new = place.admitted(recipe.sparse, old, batch) if recipe.admits else (old, {}, None)
     extra = with_key(recipe, state, place.key)

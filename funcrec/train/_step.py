@@ -94,6 +94,7 @@ def train_step(
     admit: bool = True,
     grad: Callable[..., Any] | None = None,
     max_norm: Positive | Annotated[Tensor, Form("f[]", "a number")] | None = None,
+    invariant: bool = False,
 ) -> TrainStep[TrainState]:
     """Return a training step, a pure function (state, batch) -> (state, metrics).
 
@@ -138,6 +139,8 @@ def train_step(
       max_norm: scales all gradients of a step to a norm of at most this number, a number > 0 or a tensor f[]. The norm
         is over tables and dense parameters together, and over all ranks, as in `clip_by_global_norm`. (For the norm of
         tables alone, or of dense parameters alone, use `fr.optim.clip`.)
+      invariant: whether the bits of a step depend on its numbers alone, not on threads or the processor, as those of
+        `fr.invariant`. It is for one process and emulated ranks.
       codec: the codes of looked up vectors and their cotangents; None for the codec of the state's tables
         (`shard_tables`, `reshard`).
 
@@ -176,7 +179,7 @@ def train_step(
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
     check("funcrec.train_step", grad_problems(grad, mesh, micro_batches), norm_problems(max_norm, plan))
     keyed = takes_key(loss_fn) or (grad is not None and takes_key(grad(loss_fn), own=True))
-    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, keyed, micro_batches, admit, grad, max_norm)
+    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, keyed, micro_batches, admit, grad, max_norm, invariant)
     cutting = mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes))
     where = OnMesh(mesh, cutting, Stages(), capacity)
     if mesh is not None:

@@ -259,6 +259,12 @@ ROWS = {
     "remat: a draw": e(lambda: fr.remat(lambda x: torch.rand(2) * x)(f32(2)), TypeError,
         "draws from torch's generator"),
     "remat: a write": e(lambda: fr.remat(lambda x: x.add_(1))(f32(2)), ValueError, "writes to its argument", "args[0]"),
+    # invariant
+    "invariant: not a function": e(lambda: fr.invariant(f32(2)), TypeError, "`fn`", "f32[2]"),
+    "invariant: another operator": e(lambda: fr.invariant(torch.sin)(f32(2)), TypeError, "no fixed order", "sin"),
+    "invariant: a derivative outside": e(lambda: torch.func.grad(fr.invariant(torch.sum))(f32(2)), TypeError,
+        "differentiated from outside", "around the derivative"),
+    "invariant: in place": e(lambda: fr.invariant(lambda x: x.add_(1.5))(i64(2)), TypeError, "does not fit", "float32"),
     # value_and_grad
     "accumulate_grads: not a number": e(lambda: fr.accumulate_grads(lambda p, b: f32(), 0), ValueError,
         "`num_micro_batches`"),

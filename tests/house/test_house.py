@@ -24,7 +24,7 @@ ORDER = (
     ("jagged", "stores"),
     ("mesh",),
     ("tables",),
-    ("grad",),
+    ("grad", "invariance"),
     ("compile",),
     ("optim", "nn", "data", "metrics", "losses", "kinds"),
     ("sharding", "models", "retrieval"),
@@ -52,6 +52,7 @@ BASES = {"NamedTuple", "Protocol", "Generic", "Enum", "IntEnum", "StrEnum", "Fun
 # A donated tensor is poisoned in place, which only a subclass of Tensor can do; a mode of torch is a class.
 SUBCLASSES = {
     "Donated": "Tensor",
+    "Invariant": "TorchDispatchMode",
     "_TensorScalars": "TorchFunctionMode",
     "_Reads": "TorchFunctionMode",
     "NoHostMemory": "TorchFunctionMode",

@@ -106,6 +106,20 @@ def test_tables_of_some_columns(rule, on_every_level):
         assert differences(on_every_level(run)) == [], wide
 
 
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_products_and_sums(dtype, on_every_level):
+    """Products of matrices stored by rows and by columns, and sums over each dimension, have the reference's bits."""
+    for stack, rows, depth, columns in ((2, 5, 40, 35), (1, 33, 600, 20), (1, 1, 1030, 70), (3, 40, 7, 1)):
+        a, b = noise(stack, rows, depth, seed=1, dtype=dtype), noise(stack, columns, depth, seed=2, dtype=dtype).mT
+        sums = (a, b.contiguous(), a.reshape(1, -1, 1))
+
+        def run(a=a, b=b, sums=sums):
+            return [cpp.invariant_bmm(a, b), *map(cpp.invariant_sum, sums)]
+
+        truth = [reference.invariant_bmm(a, b), *map(reference.invariant_sum, sums)]
+        assert differences({"reference": truth, **on_every_level(run)}) == []
+
+
 # -- rules that are compiled while the program runs --------------------------------------------------------------
 
 

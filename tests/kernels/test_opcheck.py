@@ -28,6 +28,7 @@ MAPPED = {  # the positions of the arguments, and of their list members, that vm
     "to_padded": [(0, None)], "from_padded": [(0, None)], "quantized_lookup": [(1, 0), (3, None)],
     "quantized_rows": [(1, None)], "quantize_rows": [(0, None)], "top_k": [(0, None), (1, None)],
     "bag_extrema": [(0, None)], "bag_extrema_transpose": [(0, None)],
+    "invariant_bmm": [(0, None), (1, None)], "invariant_sum": [(0, None)],
     "find_ids": [(0, None), (1, None)], "admit_ids": [(0, 0), (2, None)], "settle_ids": [(0, 1), (2, None)],
     "find_columns": [(0, 0), (1, None)], "admit_columns": [(0, 0), (2, 0)], "settle_columns": [(0, 1), (1, 0)],
     "initial_rows": [(0, None), (1, None)], "draw_rows": [(0, 0), (1, 0), (3, None)],
@@ -94,6 +95,8 @@ def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
         "top_k": (floats(4, dim), tables[0], rows, offsets, 5),
         "bag_extrema": (tables[1], offsets[:3], True, True),
         "bag_extrema_transpose": (floats(2, dim), offsets[:3], torch.tensor([[3], [-1]]).expand(2, dim), 9),
+        "invariant_bmm": (floats(2, 3, dim), floats(2, dim, 5)),
+        "invariant_sum": (floats(2, 9, 3),),
         "find_ids": (*vocabulary[:2], ids, torch.tensor(15), 3, 5),
         "admit_ids": (vocabulary, now, ids, torch.tensor(15), None, 1, 3, 2, 1 << 53, 3, 5),
         "settle_ids": (vocabulary, now, ids, *(changes[i] for i in (0, 6, 1, 2, 5, 7)), 2, 5),
@@ -224,6 +227,8 @@ def huge(name: str) -> tuple[tuple, list[tuple]]:
         "bag_extrema": ((empty(n, 64), offsets, True, True), [(many, 64), (many, 64)]),
         "bag_extrema_transpose": ((d, offsets, empty(many, 64, dtype=I64), n), [(n, 64)]),
         "top_k": ((empty(many, 64), tables[0], rows[0], offsets, 9), [(many, 9), (many, 9)]),
+        "invariant_bmm": ((empty(1, n, 64), empty(1, 64, 3)), [(1, n, 3)]),
+        "invariant_sum": ((empty(n, 64, 3),), [(n, 3)]),
     }[name]
 
 

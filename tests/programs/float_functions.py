@@ -253,6 +253,8 @@ def of_lookups() -> list[Case]:
         Case("of_rows", lambda table, w, b, weights: (lambda of: of.fn(of.params))(
             fr.of_rows(loss_fn, fr.Params({"t": table}, {"w": w, "b": b}), ids(weights))), LOSS),
         Case("remat", again, LOSS),
+        Case("invariant", fr.invariant(lambda table, b: torch.tanh(table * b).sum(1)),
+            {"table": TABLE, "b": DENSE["b"]}, "*"),
         Case("hvp", products, LOSS, "*"),  # torch nests no forward_ad levels
         Case("conjugate_gradient", solved, {"b": draw("right", (4,)), "x": draw("left", (4,))}),
         Case("checked", fr.checked(lambda table, weights: fr.lookup({"t": table}, ids(weights), CLICKS[:1]).values),

@@ -50,7 +50,7 @@ MAY_RETURN = (
     Row("an item is a tree of anything", "data.prefetch", r"items.*"),
     # arguments that this function does not read
     Row("a loss reads of its batch what it likes",
-        r"\.((example_|private_)?grad_fn|remat_fn|step|step_on_mesh|swept|private_step_run)",
+        r"\.((example_|private_)?grad_fn|(remat|invariant)_fn|step|step_on_mesh|swept|private_step_run)",
         r"batch\.(label|dense|weight)"),
     Row("any function of parameters", r"\.of_rows", "fn", {"function"}),
     Row("a product's vector is any tree of floats", r"\.(lanczos|conjugate_gradient)", "like|b",

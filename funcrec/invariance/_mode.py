@@ -1,0 +1,124 @@
+"""The transform `invariant`, which makes the bits of a function depend on the numbers alone.
+
+    invariant(f)(x)[i] has the bits of invariant(f)(x[i : i + 1])[0], for a function f of examples
+
+Each operator that the function reaches has its place in the table (`place_of`), below autograd and vmap.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcrec.core import any_tracked, fail, is_in_derivative, own_errors, tree_leaves, typed
+from funcrec.invariance._table import place_of
+
+A = ParamSpec("A")
+R = TypeVar("R")
+CALL = "funcrec.invariant"
+
+
+@typed
+def invariant(fn: Callable[A, R]) -> Callable[A, R]:
+    """Return `fn` with results whose bits depend on the numbers alone.
+
+    Products and sums have a fixed order: 256 terms in order, then a tree of neighbouring sums. exp, log, log1p, expm1,
+    sigmoid, tanh, √, powers, and what torch composes of them (softmax, layer norm, losses), are computed from exact
+    operations only. So an example has the same prediction alone and in any batch, at any place; members of vmap have
+    the bits of their own runs; and no bit depends on threads, on the instruction set, or on torch's libraries.
+
+    Args:
+      fn: a pure function of trees: a prediction, or a whole training step with its derivative. Put `invariant` around
+        the derivative, and `fr.jit` or `fr.export` around `invariant`.
+
+    Raises:
+      TypeError: `fn` reaches an operator whose order of operations is torch's own, such as a convolution, a product
+        over a dimension, sin, or a draw of torch's generator; or something outside differentiates the call.
+      NotImplementedError: a product or a sum on a device without an implementation, such as CUDA.
+
+    Law: for a function of examples, invariant(fn) of a batch has in each row the bits of the example alone. Values are
+      those of `fn`, up to rounding. The bits of lookups and row updates are so already. Attention within bags
+      (`jagged_attention`) depends on no batch, but on the instruction set.
+
+    Cost: products have 0.9 to 1.2 of oneDNN's speed for 64 rows and more, and 0.4 to 0.6 for one row and a matrix that
+      is stored by columns. Eager elementwise functions run as ten to twenty operations; compiled ones are fused.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> predict = fr.invariant(lambda w, x: torch.sigmoid(x @ w))
+      >>> w, x = torch.full((100, 8), 0.1), torch.linspace(-1, 1, 5000).reshape(50, 100)
+      >>> torch.equal(predict(w, x)[7:8], predict(w, x[7:8]))
+      True
+
+    Source: He et al., "Defeating nondeterminism in LLM inference" (2025), for batch invariance; the order of the sums
+      is that of pairwise summation in blocks: Higham, "The accuracy of floating point summation" (1993).
+    """
+
+    @functools.wraps(fn)
+    def run(*args: A.args, **kwargs: A.kwargs) -> R:
+        refuse_followed(tree_leaves((args, kwargs)))
+        with own_errors(CALL, fn, *args, *kwargs.values(), need="arguments of `fn`"), Invariant():
+            out = fn(*args, **kwargs)
+        refuse_followed(tree_leaves(out))  # The function may close over what autograd follows.
+        return out
+
+    return run
+
+
+class Invariant(TorchDispatchMode):
+    """A mode in which each operator takes its place in the table, or raises."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        how, run = place_of(func)
+        if how == "composed":
+            with self:  # Each part has its own place.
+                out = run(*args, **kwargs)
+        elif how == "in place":
+            out = self.written(run, types, args, kwargs)
+        else:
+            out = run(*args, **kwargs)
+        if out is NotImplemented or (how == "unknown" and makes_floats(func, args, kwargs, out)):
+            refuse(func)
+        return out
+
+    def written(self, pure: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+        """Return the first argument with the result of the pure operator in its memory."""
+        out = self.__torch_dispatch__(pure, types, args, kwargs)
+        if not torch.can_cast(out.dtype, args[0].dtype) or out.shape != args[0].shape:
+            got, need = f"{out.dtype}{list(out.shape)} into {args[0].dtype}{list(args[0].shape)}", "the same form"
+            fail(CALL, f"`{pure}` in place does not fit.", got=got, need=need, hint="a new tensor", kind=TypeError)
+        return args[0].copy_(out)
+
+
+def makes_floats(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Return whether the operator returned floats, or may have written floats to its arguments."""
+    is_pure = isinstance(func, OpOverload) and not func._schema.is_mutable
+    return any(map(is_float, tree_leaves(out if is_pure else (args, kwargs, out))))
+
+
+def is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def refuse(func: Any) -> NoReturn:
+    need, hint = "operators with a fixed order of operations", "write it with products, sums and elementwise functions"
+    fail(CALL, "an operator has no fixed order here.", got=f"{func}", need=need, hint=hint, kind=TypeError)
+
+
+def refuse_followed(leaves: list[Any]) -> None:
+    """Raise if something outside the call differentiates it: the derivative would run without the mode."""
+    if is_in_derivative() or any_tracked(leaves):
+        need, hint = "values that nothing follows", "fr.invariant(fr.value_and_grad(fn)), around the derivative"
+        fail(
+            CALL,
+            "the call is differentiated from outside.",
+            got="a tracked value",
+            need=need,
+            hint=hint,
+            kind=TypeError,
+        )

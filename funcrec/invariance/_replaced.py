@@ -1,0 +1,135 @@
+"""torch's composed operators by operations of a fixed order, and the table of all that are replaced."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.invariance import _functions, _sums
+from funcrec.invariance._functions import wide
+
+aten, prims = torch.ops.aten, torch.ops.prims
+names = ("exp", "expm1", "log", "log1p", "sigmoid", "tanh", "sqrt", "rsqrt")
+functions: dict[str, Callable[..., Tensor]] = {n: wide(getattr(_functions, n)) for n in names}
+
+
+def scaled_sum(x: Tensor, y: Any, alpha: Any = 1) -> Tensor:
+    return x + (y if alpha == 1 else y * alpha)
+
+
+def scaled_difference(x: Tensor, y: Any, alpha: Any = 1) -> Tensor:
+    return x - (y if alpha == 1 else y * alpha)
+
+
+def lerp(x: Tensor, y: Tensor, weight: Any) -> Tensor:
+    """Return x + weight (y - x); torch takes y - (y - x) (1 - weight) for weights from ½ on."""
+    near, far = x + (y - x) * weight, y - (y - x) * (1 - weight)
+    if not isinstance(weight, Tensor):
+        return near if abs(weight) < 0.5 else far
+    return torch.where(weight.abs() < 0.5, near, far)
+
+
+def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """Return x with values at indices. Sums are those of whole rows, in the order of positions."""
+    if not accumulate or not x.is_floating_point():
+        return aten.index_put(x, indices, values, accumulate)
+    if indices[0] is None or any(i is not None for i in indices[1:]) or indices[0].dtype == torch.bool:
+        return NotImplemented
+    place = indices[0].reshape(-1)
+    place = torch.where(place < 0, place + x.shape[0], place)
+    rows = values.expand(*indices[0].shape, *x.shape[1:]).reshape(-1, *x.shape[1:])
+    return x.scatter_add(0, place.view(-1, *[1] * (x.dim() - 1)).expand(rows.shape), rows)
+
+
+def power(x: Any, y: Any) -> Tensor:
+    """Return x^y. Small whole exponents and roots that are known are products and roots."""
+    dtype, like = torch.result_type(x, y), x if isinstance(x, Tensor) else y
+    if not dtype.is_floating_point:
+        return torch.pow(x, y)
+    as_tensor = lambda z: z.to(dtype) if isinstance(z, Tensor) else torch.full((), z, dtype=dtype, device=like.device)
+    known = None if isinstance(y, Tensor) else float(y)
+    if known is not None and known.is_integer() and abs(known) <= 64:
+        return _functions.whole_power(as_tensor(x), int(known))
+    if known in (0.5, -0.5):
+        return functions["sqrt" if known > 0 else "rsqrt"](as_tensor(x))
+    return wide(_functions.power)(as_tensor(x), as_tensor(y))
+
+
+def norm(x: Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
+    if order == 2:
+        return functions["sqrt"](_sums.sum_of(x * x, dims, keepdim))
+    if order == 1:
+        return _sums.sum_of(x.abs(), dims, keepdim)
+    if order in (float("inf"), float("-inf")):
+        over = list(dims) if dims else list(range(x.dim()))
+        return (torch.amax if order > 0 else torch.amin)(x.abs(), over, keepdim)
+    return power(_sums.sum_of(power(x.abs(), order), dims, keepdim), 1 / order)
+
+
+def bce_with_logits(x: Tensor, y: Tensor, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Tensor:
+    """Return the cross entropy of logits by the operations that vmap makes of it, so that a member has its own bits."""
+    exp, log, most = functions["exp"], functions["log"], (-x).clamp_min(0)
+    rest = log(exp(-most) + exp(-x - most))
+    own = (1 - y) * x
+    loss = own + most + rest if pos_weight is None else own + ((pos_weight - 1) * y + 1) * (rest + most)
+    loss = loss if weight is None else loss * weight
+    return loss if reduction == 0 else (_sums.mean_all if reduction == 1 else _sums.sum_all)(loss)
+
+
+def variance(x: Tensor, dims: Any, correction: float | None = 1, *, output_dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum of squared distances from the mean, divided by n - correction."""
+    dims = list(dims) if dims else list(range(x.dim()))
+    count = torch.Size(x.shape[d] for d in dims).numel()
+    square = (x - _sums.mean_of(x, dims, True)).square()
+    total = _sums.sum_of(square, dims) / max(count - (1 if correction is None else correction), 0)
+    return total if output_dtype is None else total.to(output_dtype)
+
+
+def prim_sum(x: Tensor, dims: Any, *, output_dtype: torch.dtype | None = None) -> Tensor:
+    return _sums.sum_of(x, dims, dtype=output_dtype) if dims else x.to(output_dtype or x.dtype)
+
+
+REPLACED: dict[Any, Callable] = {
+    **{getattr(aten, n).default: f for n, f in functions.items()},
+    **{getattr(prims, n).default: f for n, f in functions.items() if n != "sigmoid"},
+    prims.pow.default: power,
+    prims.sum.default: prim_sum,
+    prims.var.default: variance,
+    aten.add.Tensor: scaled_sum,
+    aten.add.Scalar: scaled_sum,
+    aten.sub.Tensor: scaled_difference,
+    aten.sub.Scalar: scaled_difference,
+    aten.rsub.Tensor: lambda x, y, *, alpha=1: y - (x if alpha == 1 else x * alpha),
+    aten.rsub.Scalar: lambda x, y, alpha=1: y - (x if alpha == 1 else x * alpha),
+    aten.addcmul.default: lambda x, a, b, *, value=1: x + (a * b if value == 1 else a * value * b),
+    aten.addcdiv.default: lambda x, a, b, *, value=1: x + (a if value == 1 else a * value) / b,
+    aten.lerp.Scalar: lerp,
+    aten.lerp.Tensor: lerp,
+    aten.square.default: lambda x: x * x,
+    aten.pow.Tensor_Scalar: power,
+    aten.pow.Tensor_Tensor: power,
+    aten.pow.Scalar: power,
+    aten.exp2.default: lambda x: power(2.0, x),
+    aten.mm.default: _sums.mm,
+    aten.bmm.default: _sums.bmm,
+    aten.addmm.default: _sums.addmm,
+    aten.baddbmm.default: _sums.baddbmm,
+    aten.mv.default: _sums.mv,
+    aten.addmv.default: _sums.addmv,
+    aten.dot.default: _sums.dot,
+    aten.vdot.default: _sums.dot,
+    aten.sum.default: _sums.sum_all,
+    aten.sum.dim_IntList: _sums.sum_of,
+    aten.mean.default: _sums.mean_all,
+    aten.mean.dim: _sums.mean_of,
+    aten.linalg_vector_norm.default: norm,
+    aten.binary_cross_entropy_with_logits.default: bce_with_logits,
+    aten.index_put.default: index_put,
+    aten._unsafe_index_put.default: index_put,
+    aten.scatter_add.default: aten.scatter_add.default,
+    aten.sigmoid_backward.default: lambda d, y: d * (1 - y) * y,
+    aten.tanh_backward.default: lambda d, y: d * (1 - y * y),
+    aten.silu.default: lambda x: x * functions["sigmoid"](x),
+}

@@ -1,0 +1,100 @@
+"""torch's products and sums by the two operations whose order is fixed: `invariant_bmm` and `invariant_sum`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec.kernels import library, ops
+
+
+def ordered(name: str, *xs: Tensor) -> Tensor:
+    """Return the operation's result. It runs below autograd, and does not ask whether its operands are tracked."""
+    choice = ops.chosen(None, xs[0].device)
+    call = library.operator(choice, name)
+    if call is None:
+        raise NotImplementedError(
+            f"funcrec.invariant: implementation {choice!r} has no products of a fixed order.\n  got   tensors on "
+            f"{xs[0].device}\n  need  'cpp' or 'reference'\n  try   .cpu()"
+        )
+    return call(*xs)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return x in the dtype in which sums run: f32 for 16-bit floats."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def bmm(a: Tensor, b: Tensor) -> Tensor:
+    return ordered("invariant_bmm", wide(a), wide(b)).to(a.dtype)
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    return bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+
+
+def mv(a: Tensor, x: Tensor) -> Tensor:
+    return mm(a, x.unsqueeze(1)).squeeze(1)
+
+
+def dot(x: Tensor, y: Tensor) -> Tensor:
+    return mm(x.unsqueeze(0), y.unsqueeze(1)).reshape(())
+
+
+def plus(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return beta · bias + alpha · product. As in BLAS, a bias with beta 0 is not read."""
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else (bias if beta == 1 else bias * beta) + product
+
+
+def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return plus(bias, mm(a, b), beta, alpha)
+
+
+def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return plus(bias, bmm(a, b), beta, alpha)
+
+
+def addmv(bias: Tensor, a: Tensor, x: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return plus(bias, mv(a, x), beta, alpha)
+
+
+def sum_of(
+    x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the sums over `dims` (None and () for all), in the order of the elements over these dims."""
+    if not (dtype or x.dtype).is_floating_point:
+        return torch.sum(x, dims, keepdim, dtype=dtype) if dims else torch.sum(x, dtype=dtype)
+    dtype = dtype or x.dtype
+    over = sorted({d % max(x.dim(), 1) for d in dims}) if dims else list(range(x.dim()))
+    x = wide(x if x.dtype.is_floating_point else x.to(dtype))
+    x = x.double() if dtype == torch.float64 else x
+    if not over:
+        return x.to(dtype)
+    kept = [d for d in range(x.dim()) if d not in over]
+    shape = [1 if d in over else n for d, n in enumerate(x.shape) if keepdim or d not in over]
+    if not x.numel():
+        return x.new_zeros(shape, dtype=dtype)
+    first, last = over[0], over[-1]
+    if over == list(range(first, last + 1)):  # neighbours: the operation reads the memory as it is
+        outer, inner = x.shape[:first].numel(), x.shape[last + 1 :].numel()
+        return ordered("invariant_sum", x.reshape(outer, -1, inner)).reshape(shape).to(dtype)
+    rows = torch.Size(x.shape[d] for d in kept).numel()
+    return ordered("invariant_sum", x.permute(*kept, *over).reshape(rows, -1, 1)).reshape(shape).to(dtype)
+
+
+def sum_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return sum_of(x, dtype=dtype)
+
+
+def mean_of(
+    x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    dtype = dtype or x.dtype
+    total = sum_of(wide(x), dims, keepdim, dtype=torch.float64 if dtype == torch.float64 else None)
+    over = dims or range(x.dim())
+    return (total / torch.Size(x.shape[d] for d in over).numel()).to(dtype)
+
+
+def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return mean_of(x, dtype=dtype)

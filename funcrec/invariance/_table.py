@@ -1,0 +1,84 @@
+"""What each of torch's operators becomes under `invariant`.
+
+exact       elementwise operations that IEEE 754 rounds in one way, moves of values, comparisons: as they are
+replaced    products, sums and functions, by those of this folder
+composed    all that torch writes as a composition of others: each of its parts in turn
+in place    the pure operator, then a copy
+unknown     anything else: it may make no floats
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from funcrec.invariance._replaced import REPLACED
+
+aten = torch.ops.aten
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Names of operators, with all of their overloads that do not reduce.
+EXACT = words("""
+    abs alias amax amin aminmax arange argmax argmin argsort as_strided_scatter bitwise_and bitwise_or bitwise_xor
+    bucketize cat ceil clamp clamp_max clamp_min clone constant_pad_nd copy copy_ copysign count_nonzero cummax cummin
+    detach detach_ diagonal_copy diagonal_scatter div embedding empty empty_like empty_permuted empty_strided eq eye
+    fill fill_ flip floor fmax fmin fmod frac full full_like gather ge gt hardtanh hardtanh_backward heaviside
+    index index_copy index_fill index_select isin isinf isnan item kthvalue le leaky_relu leaky_relu_backward lift
+    lift_fresh lift_fresh_copy _local_scalar_dense logical_and logical_not logical_or logical_xor lt masked_fill
+    masked_fill_ masked_scatter masked_select max maximum median min minimum mode mul nan_to_num narrow_copy ne neg
+    new_empty new_empty_strided new_full new_ones new_zeros nextafter nonzero ones ones_like pin_memory positive
+    promote_types reciprocal relu relu_ remainder repeat repeat_interleave resize_ result_type roll round
+    scalar_tensor scatter searchsorted select_backward select_scatter set_ sgn sign signbit slice_backward slice_scatter
+    sort threshold threshold_backward _to_copy topk tril triu trunc unfold_backward _unique2 unique_dim where zero
+    zero_ zeros zeros_like _efficientzerotensor
+""")
+EXACT_PRIMS = words("""
+    add as_strided bitwise_not broadcast_in_dim collapse collapse_view convert_element_type copy_strided copy_to
+    device_put iota isfinite maximum_value minimum_value reshape rev shift_left shift_right_arithmetic split_dim squeeze
+    sub transpose view_of view_of_dtype
+""")
+EXCHANGES = ("all_gather_into_tensor", "all_to_all_single", "wait_tensor", "broadcast")  # exchanges that add nothing
+
+
+def place_of(func: Any) -> tuple[str, Callable]:
+    """Return how an operator runs, and the function that runs."""
+    return _place_of(func) if isinstance(func, OpOverload) else ("unknown", func)
+
+
+@functools.cache
+def _place_of(func: OpOverload) -> tuple[str, Callable]:
+    name, composed = func._schema.name.partition("::")[2], compositions()
+    if func in REPLACED:
+        return "replaced", REPLACED[func]
+    if is_exact(func, name):
+        return "exact", func
+    if func.namespace != "aten":
+        return "unknown", func
+    pure = getattr(getattr(aten, name[:-1], None), func._overloadname, None) if name.endswith("_") else None
+    if pure is not None:
+        return "in place", pure
+    return ("composed", composed[func]) if func in composed else ("unknown", func)
+
+
+def is_exact(func: OpOverload, name: str) -> bool:
+    space = func.namespace
+    if space == "aten":
+        return func.is_view or (name in EXACT and "reduce" not in func._overloadname)
+    if space == "prims":
+        return name in EXACT or name in EXACT_PRIMS
+    return (
+        space.startswith("funcrec") or space == "prim" or (space == "_c10d_functional" and name.startswith(EXCHANGES))
+    )
+
+
+@functools.cache
+def compositions() -> dict[Any, Callable]:
+    from torch._decomp import core_aten_decompositions, decomposition_table  # It takes a third of a second.
+
+    return {**decomposition_table, **core_aten_decompositions()}

@@ -1,0 +1,36 @@
+"""Products and sums whose bits depend on the numbers alone.
+
+    out = tree_j chain_{k in block j}
+
+A block is 256 terms, which are summed in order. A tree joins neighbouring blocks, then neighbouring sums. So no bit
+depends on other rows or columns, on threads, on the instruction set or on the implementation. Terms that are 0, after
+the last, change no bit.
+"""
+
+from funcrec.kernels.choice import operation
+from funcrec.kernels.tracked import any_tracked
+from torch import Tensor
+
+
+def invariant_bmm(a: Tensor, b: Tensor, *, implementation: str | None = None) -> Tensor:
+    """Return a b, f32|f64[S, M, N], whose bits depend on each row of `a` and column of `b` alone.
+
+    Terms are summed in blocks of 256 in order, acc = fma(a, b, acc) from acc = 0; a tree joins neighbouring blocks,
+    then neighbouring sums. So they depend on no other row, no thread, no instruction set and no implementation.
+    """
+    _refuse_tracked("invariant_bmm", a, b)
+    return operation("invariant_bmm", implementation, a, b)(a, b)
+
+
+def invariant_sum(x: Tensor, *, implementation: str | None = None) -> Tensor:
+    """Return the sums of f32|f64[P, N, Q] over N, f[P, Q], in the order of `invariant_bmm`: acc + x from acc = 0."""
+    _refuse_tracked("invariant_sum", x)
+    return operation("invariant_sum", implementation, x)(x)
+
+
+def _refuse_tracked(name: str, *tensors: Tensor) -> None:
+    if any_tracked(tensors):
+        raise TypeError(
+            f"funcrec.kernels.{name}: the operation has no derivative.\n  got   a tensor that grad or jvp follows\n"
+            "  need  plain tensors\n  try   fr.invariant around the whole function, with its derivative"
+        )

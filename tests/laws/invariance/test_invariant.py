@@ -1,0 +1,226 @@
+"""invariant: an example has the same bits alone, in any batch, at any place, on any threads, eager and compiled."""
+
+import functools
+
+import pytest
+import torch
+from programs.surroundings import on_threads
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+equal = functools.partial(assert_trees_close, rtol=0, atol=0)
+KEYS, SIZES = ("user", "item", "tag"), (300, 40)
+grad, jvp, vmap = torch.func.grad, torch.func.jvp, torch.func.vmap
+
+
+def noise(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def configs(dim):
+    tables = tuple(fr.TableConfig(k, 30, dim) for k in KEYS)
+    return tables, tuple(fr.FeatureConfig(k, table=k, pooling="mean" if k == "tag" else "sum") for k in KEYS)
+
+
+def batch_of(rows):
+    """Return the examples of these numbers: bags of 0 to 3 ids, five numbers, a label."""
+    ids = {k: [[(7 * r + 11 * j + i) % 30 for i in range((r + j) % 4)] for r in rows] for j, k in enumerate(KEYS)}
+    dense = torch.stack([noise(5, seed=r) for r in rows])
+    return fr.Batch(fr.KeyedJaggedTensor.from_lists(ids), torch.tensor([float(r % 2) for r in rows]), dense)
+
+
+def two_towers():
+    tables, (user, item, tag) = configs(8)
+    towers = fr.models.two_tower(tables, [user, tag], [item], sizes=SIZES)
+    ids = lambda b: fr.Batch(b.ids, b.label)
+    return towers.init, lambda p, b: (towers.query(p, ids(b)) * towers.candidate(p, ids(b))).sum(1)
+
+
+def sequences(make):
+    item = fr.FeatureConfig("item", table="item", pooling="none")
+    model = make(configs(8)[0][1:2], item, max_length=8)
+    return model.init, lambda p, b: model.query(p, fr.Batch(b.ids, b.label))
+
+
+def clicks(make, dim=8, **options):
+    model = make(*configs(dim), **options)
+    return model.init, lambda p, b: torch.sigmoid(model.apply(p, b))
+
+
+MODELS = {
+    "lr": lambda: clicks(fr.models.lr, 1, num_dense=5),
+    "fm": lambda: clicks(fr.models.fm, num_dense=5),
+    "dlrm": lambda: clicks(fr.models.dlrm, num_dense=5, bottom=(16, 8), sizes=SIZES),
+    "deepfm": lambda: clicks(fr.models.deepfm, num_dense=5, sizes=SIZES),
+    "dcnv2": lambda: clicks(fr.models.dcnv2, num_dense=5, sizes=SIZES, rank=4),
+    "two towers": two_towers,
+    "sasrec": lambda: sequences(fr.models.sasrec),
+    "hstu": lambda: sequences(fr.models.hstu),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prediction_does_not_see_its_batch(name):
+    """An example's prediction has the same bits alone, first, last, twice, among others in any order, and on two and
+    three threads; and it is the model's, up to rounding."""
+    init, plain = MODELS[name]()
+    params, rows, predict = init(fr.key(0)), list(range(37)), fr.invariant(plain)
+    whole = predict(params, batch_of(rows))
+    assert_trees_close(whole, plain(params, batch_of(rows)), rtol=1e-4, atol=1e-6)
+    for others in ([5], [36], [5, 5], [4, 36, 5], rows[::-1], rows[9:28]):
+        equal(predict(params, batch_of(others)), whole[others])
+    for n in (2, 3):
+        with on_threads(n):
+            equal(predict(params, batch_of(rows)), whole)
+
+
+def step_of(**options):
+    model = fr.models.dlrm(*configs(8), num_dense=5, bottom=(16, 8), sizes=SIZES)
+    adam = {"sparse": fr.optim.adam(0.01), "dense": fr.optim.dense(torch.optim.Adam, lr=0.01)}
+    step = fr.train_step(model, **adam, **options)
+    return step, step.init(model.init(fr.key(0)), fr.key(1))
+
+
+def test_a_step_is_one_on_all_threads_and_compiled():
+    """Two steps of DLRM with Adam give the same bits eager and compiled, on one, two and three threads; they are the
+    ordinary step's, up to rounding."""
+    step, state = step_of(invariant=True)
+    batch, ordinary = batch_of(range(290)), step_of()[0]
+    run = lambda f: f(f(state, batch)[0], batch)
+    first = run(step)
+    assert_trees_close(first, run(ordinary), rtol=1e-3, atol=1e-4)
+    for n in (1, 2, 3):
+        with on_threads(n):
+            equal(run(step), first)
+    fast = fr.jit(step, donate=("state",))
+    equal(fast(fast(fr.copy(state), batch)[0], batch), first)
+
+
+def test_a_member_of_vmap_has_the_bits_of_its_own_run():
+    """A step of three models at once gives each model the bits of its own step."""
+    model = fr.models.deepfm(*configs(8), num_dense=5, sizes=SIZES)
+    step = fr.train_step(model, invariant=True)
+    keys, batch = fr.split(fr.key(0), 3), batch_of(range(40))
+    fresh = lambda key: step.init(model.init(key), key)
+    together, _ = vmap(step, in_dims=(0, None))(vmap(fresh)(keys), batch)
+    for i, key in enumerate(keys):
+        alone, _ = step(fresh(key), batch)
+        equal(fr.tree.map(lambda x, i=i: x[i], together), alone)
+
+
+def test_rows_of_zeros_after_the_batch_change_no_gradient():
+    """The sums over a batch do not see padding of weight 0 after the last example, also beyond a block of 256."""
+    w, x, y = noise(6, 3), noise(250, 6, seed=1), noise(250, 3, seed=2)
+    loss = lambda w, x, y: ((x @ w - y).square() * (x != 0).any(1, keepdim=True)).sum()
+    ask = fr.invariant(torch.func.grad_and_value(loss))
+    padded = [torch.cat([v, torch.zeros(300, v.shape[1])]) for v in (x, y)]
+    equal(ask(w, *padded), ask(w, x, y))
+
+
+X, SQUARE = noise(5, 8, seed=3), noise(8, 8)
+FUNCTIONS = {
+    "softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "logsumexp": lambda x: x.logsumexp(1),
+    "layer_norm": lambda x: torch.nn.functional.layer_norm(x, (8,)),
+    "cosine": lambda x: torch.nn.functional.cosine_similarity(x, x.flip(1)),
+    "var": lambda x: x.var(1),
+    "std and mean": lambda x: sum(torch.std_mean(x, 1)),
+    "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+    "softplus": torch.nn.functional.softplus,
+    "logsigmoid": torch.nn.functional.logsigmoid,
+    "elu": torch.nn.functional.elu,
+    "power": lambda x: x.abs() ** 1.7 + x**3 + 2.0**x,
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=1),
+    "norm of 3": lambda x: torch.linalg.vector_norm(x, 3, dim=1),
+    "einsum": lambda x: torch.einsum("bi,bj->bij", x, x).sum((1, 2)),
+    "mean of two dims": lambda x: torch.stack([x, x]).mean((0, 2)),
+    "addmm": lambda x: torch.addmm(x, x, SQUARE.to(x.dtype), beta=0.5, alpha=3),
+    "lerp": lambda x: torch.lerp(x, x.flip(1), 0.7),
+    "bce": lambda x: torch.nn.functional.binary_cross_entropy_with_logits(x, x.sigmoid(), reduction="none"),
+    "in place": lambda x: x.clone().add_(x, alpha=0.3).mul_(2).exp_(),
+    "differences": lambda x: (2 - x) - x.sub(3, alpha=0.7) + torch.rsub(x, x, alpha=0.1) + x.add(1, alpha=0.3),
+    "cumsum": lambda x: x.cumsum(1),
+    "rows": lambda x: x[torch.tensor([0, 2, 2, -1])],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_torchs_up_to_rounding_with_their_derivatives(name):
+    """Values, gradients, tangents and members of vmap are near to torch's, of the same shapes and dtypes, in f32, f64
+    and bf16; and each row has its own bits."""
+    f = FUNCTIONS[name]
+    for x, rtol in ((X, 1e-5), (X.double(), 1e-10), (X.bfloat16(), 3e-2)):
+        assert_trees_close(fr.invariant(f)(x), f(x), rtol=rtol, atol=rtol)
+    d = grad(lambda x: (f(x) * 0.5).square().sum())
+    assert_trees_close(fr.invariant(d)(X), d(X), rtol=1e-4, atol=1e-5)
+    tangent = lambda x: jvp(f, (x,), (x.flip(0),))
+    assert_trees_close(fr.invariant(tangent)(X), tangent(X), rtol=1e-4, atol=1e-5)
+    stack = torch.stack([X, X.flip(0)])
+    equal(fr.invariant(vmap(f))(stack), torch.stack([fr.invariant(f)(x) for x in stack]))
+    equal(vmap(fr.invariant(f))(stack), fr.invariant(vmap(f))(stack))
+
+
+REFUSED = {
+    "a convolution": lambda x: torch.nn.functional.conv1d(x[None], SQUARE[None, :5, :3]),
+    "a draw": lambda x: x + torch.rand(8),
+    "dropout": lambda x: torch.nn.functional.dropout(x),
+    "sin": torch.sin,
+    "a decomposition": lambda x: torch.linalg.svd(x)[1],
+    "a product over a row": lambda x: x.prod(1),
+    "a sum at places of two dims": lambda x: x.index_put((torch.tensor([0, 0]), torch.tensor([1, 1])), x[0, :2], True),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_operator_without_a_fixed_order_raises(name):
+    """What has no place in the table raises, eager and while it is staged, and says which operator it is."""
+    for call in (fr.invariant(REFUSED[name]), fr.jit(fr.invariant(REFUSED[name]))):
+        with pytest.raises(
+            TypeError, match=r"funcrec.invariant: an operator has no fixed order here[\s\S]*got   (aten|prims)"
+        ):
+            call(X)
+
+
+def test_a_derivative_from_outside_raises():
+    """grad, jvp, and autograd around the call raise; a derivative inside, and jit and vmap around, run."""
+    f = fr.invariant(lambda w: (X @ w).square().sum())
+    w = noise(8, 2)
+    for outside in (grad(f), lambda w: jvp(f, (w,), (w,)), lambda w: f(w.requires_grad_())):
+        with pytest.raises(TypeError, match=r"differentiated from outside[\s\S]*around the derivative"):
+            outside(w.clone())
+    held = w.clone().requires_grad_()
+    with pytest.raises(TypeError, match="differentiated from outside"):
+        fr.invariant(lambda: (X @ held).sum())()
+    with torch.no_grad():
+        fr.invariant(lambda: (X @ held).sum())()
+
+
+def test_an_interrupted_call_leaves_no_mode():
+    """After an error inside, the next call outside is torch's own."""
+
+    def broken(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fr.invariant(broken)(X)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    X.cumsum(1)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(rows):
+    """A batch of no or one row gives results of the same shapes as torch's."""
+    x = noise(rows, 8)
+    for name, f in FUNCTIONS.items():
+        if name not in ("rows",):
+            assert_trees_close(fr.invariant(f)(x), f(x), rtol=1e-5, atol=1e-5)
+
+
+def test_whole_numbers_are_as_they_are():
+    """Sums, powers and means of whole numbers are torch's."""
+    n = torch.arange(-5, 7)
+    f = lambda n: (n.sum(), n**2, n.sum(dtype=torch.float64), (n > 0).sum(), n.cumsum(0), n.clone().add_(3))
+    equal(fr.invariant(f)(n), f(n))
