@@ -91,7 +91,7 @@ class Examples(NamedTuple):
     structure: Any
     count: int
     fits: Tensor | None
-    first: int = 0
+    first: int | Tensor = 0
 
     def tree(self, tensors: list[Tensor]) -> Any:
         """Return one example's batch of its own tensors."""
@@ -146,7 +146,7 @@ def over_examples(
     def run(params: Params, *args, **kwargs):
         own = {}
         if "key" in kwargs:
-            number = torch.arange(examples.first, examples.first + examples.count, device=kwargs["key"].device)
+            number = examples.first + torch.arange(examples.count, device=kwargs["key"].device)
             own = {"key": torch.func.vmap(random.fold_in, (None, 0))(kwargs.pop("key"), number)}
         call = lambda params, tensors, own: loss_fn(params, examples.tree(tensors), *args, **kwargs, **own)
 

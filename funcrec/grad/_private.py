@@ -9,7 +9,7 @@ Shapes: B examples, R rows of a table, D dim.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,7 +83,8 @@ def private_grads(
       `private_grads(lambda p, b, *, key: fr.models.loss(model)(p, b, key=key)[0])`; a step takes the model itself.
 
     Raises:
-      TypeError: without a key; for tables that are not a dict in one process; for dense leaves of 16 bits, in which
+      TypeError: without a key; for tables that are not a dict in one process (on a mesh, pass this function to
+        `train_step`); for dense leaves of 16 bits, in which
         noise would round away; for data of examples outside of the batch.
 
     Law: without noise, the mean of the examples' clipped gradients, whatever the chunks are, within rounding. The noise
@@ -100,66 +101,88 @@ def private_grads(
       (tensor(3.8500), tensor([0.4500, 0.6000]))
     """
 
-    return noisy_grads(
-        loss_fn, has_aux, max_norm=max_norm, noise_multiplier=noise_multiplier, rows=rows, batch_size=batch_size,
-        max_ids=max_ids, chunk_size=chunk_size,
-    )  # fmt: skip
+    return noisy_grads(Private(loss_fn, has_aux, max_norm, noise_multiplier, rows, batch_size, max_ids, chunk_size))
 
 
-def noisy_grads(
-    loss_fn: Callable,
-    has_aux: bool = False,
-    *,
-    max_norm: float | Tensor,
-    noise_multiplier: float | Tensor,
-    rows: str = "all",
-    batch_size: int | None = None,
-    max_ids: int | None = None,
-    chunk_size: int | None = None,
-) -> Callable:
-    """Return the function of `private_grads`. rows: also "later", for tables that get their noise elsewhere."""
+class Private(NamedTuple):
+    """The arguments of `private_grads`. rows: also "later", for tables that get their noise elsewhere."""
 
-    @functools.wraps(loss_fn)
+    loss_fn: Callable
+    has_aux: bool
+    max_norm: float | Tensor
+    noise_multiplier: float | Tensor
+    rows: str
+    batch_size: int | None
+    max_ids: int | None
+    chunk_size: int | None
+
+    def examples(self, batch: Any) -> Examples:
+        return stacked_examples(CALL, batch, self.max_ids, may_be_empty=True)
+
+    def chunks(self, examples: Examples) -> Iterator[Examples]:
+        size = self.chunk_size or max(examples.count, 1)
+        for begin in range(0, examples.count, size):
+            yield examples.part(begin, min(begin + size, examples.count))
+
+    def keyed(self, key: Tensor) -> dict[str, Tensor]:
+        """Return the keyword of the loss for a step's key."""
+        return {"key": random.split(key)[1]} if takes_key(self.loss_fn) else {}
+
+    @property
+    def scale(self) -> float | Tensor:
+        """Return the deviation of the noise of a sum; NaN if a tensor is out of its range."""
+        bound = or_nan(self.max_norm, lambda x: (x > 0) & x.isfinite())
+        return bound * or_nan(self.noise_multiplier, lambda x: (x >= 0) & x.isfinite())
+
+    def divisor(self, count: int) -> int:
+        return self.batch_size or max(count, 1)
+
+    def mean(self, total: Params, key: Tensor, count: int, noisy: Callable = with_noise) -> Params:
+        """Return the sum of the clipped gradients of `count` examples with its noise, divided by B."""
+        scale, divisor = self.scale, self.divisor(count)
+        out = noisy(total, random.split(key)[0], scale, self.rows) if isinstance(scale, Tensor) or scale > 0 else total
+        return Params({n: g.scale(1 / divisor) for n, g in out.tables.items()},
+                      tree_map(lambda x: x / divisor, out.dense))  # fmt: skip
+
+
+def noisy_grads(how: Private) -> Callable:
+    """Return the function of `private_grads`. Its attribute `private` has `how`, and the function itself."""
+
+    @functools.wraps(how.loss_fn)
     def run(params: Params, batch: Any, *args, key: Tensor | None = None, **kwargs):
         check(CALL, key_problems(key))
         check(CALL, table_problems(params), argument_problems(args, kwargs, batch))
-        bound, spread = in_range(max_norm, noise_multiplier)
-        for_noise, for_loss = random.split(key)
-        if takes_key(loss_fn):
-            kwargs["key"] = for_loss
         check("funcrec.value_and_grad", params_problems(params))
-        examples = stacked_examples(CALL, batch, max_ids, may_be_empty=True)
-        total, losses, aux = nothing(params), [], None
-        for part in chunks(examples, chunk_size):
-            value, grads = over_examples(loss_fn, has_aux, part, own_weights=True)(params, *args, **kwargs)
-            loss, aux = value if has_aux else (value, None)
-            check(CALL, aux_problems(aux))
-            total = added(total, clipped_sum(grads, bound))
-            losses.append(loss)
-        divisor, is_noisy = divisor_of(batch_size, examples.count), isinstance(spread, Tensor) or spread > 0
-        noisy = with_noise(total, for_noise, spread * bound, rows) if is_noisy else total
-        mean = Params({n: g.scale(1 / divisor) for n, g in noisy.tables.items()},
-                      tree_map(lambda x: x / divisor, noisy.dense))  # fmt: skip
-        loss = torch.cat(losses).mean() if losses else torch.full((), torch.nan, device=key.device)
-        return ((loss, aux) if has_aux else loss), mean
+        examples = how.examples(batch)
+        losses, aux, total = clipped_total(how, examples, params, *args, **kwargs, **how.keyed(key))
+        loss = losses.mean() if examples.count else torch.full((), torch.nan, device=key.device)
+        return ((loss, aux) if how.has_aux else loss), how.mean(total, key, examples.count)
 
+    run.private = how, run
     return run
 
 
-def rows_read(
-    loss_fn: Callable, has_aux: bool, params: Params, batch: Any, key: Tensor, max_ids: int | None, chunk: int | None
-) -> tuple[dict[str, RowGrads], int]:
-    """Return ({table: a gradient of zeros with the rows that the losses of the examples read}, B).
+def clipped_total(how: Private, examples: Examples, params: Params, *args, **kwargs) -> tuple[Tensor, Any, Params]:
+    """Return (the losses of the examples, aux, the sum of their clipped gradients)."""
+    total, losses, aux = nothing(params), [torch.zeros(0)], None
+    bound = or_nan(how.max_norm, lambda x: (x > 0) & x.isfinite())
+    for part in how.chunks(examples):
+        value, grads = over_examples(how.loss_fn, how.has_aux, part, own_weights=True)(params, *args, **dict(kwargs))
+        loss, aux = value if how.has_aux else (value, None)
+        check(CALL, aux_problems(aux))
+        total = added(total, clipped_sum(grads, bound))
+        losses.append(loss)
+    return torch.cat(losses[1:] or losses), aux, total
 
-    `key` is that of the function of `private_grads`, which reads these rows."""
-    examples = stacked_examples(CALL, batch, max_ids, may_be_empty=True)
-    own = {"key": random.split(key)[1]} if takes_key(loss_fn) else {}
+
+def rows_read(how: Private, examples: Examples, params: Params, **kwargs) -> dict[str, RowGrads]:
+    """Return {table: a gradient of zeros with the rows that the losses of the examples read}."""
     tables = nothing(params).tables
-    for part in chunks(examples, chunk):
-        read = over_examples(loss_fn, has_aux, part, own_weights=True, transform=zero_gradients)
-        found, shared = read(params, **dict(own))[1], {}
+    for part in how.chunks(examples):
+        read = over_examples(how.loss_fn, how.has_aux, part, own_weights=True, transform=zero_gradients)
+        found, shared = read(params, **dict(kwargs))[1], {}
         tables = {n: g + in_one(found.tables[n], None, shared) for n, g in tables.items()}
-    return tables, examples.count
+    return tables
 
 
 def zero_gradients(loss_fn: Callable, has_aux: bool) -> Callable:
@@ -171,22 +194,6 @@ def zero_gradients(loss_fn: Callable, has_aux: bool) -> Callable:
         return (torch.zeros(()), ()), Params(nothing(params).tables | summed(made), {})
 
     return run
-
-
-def in_range(max_norm: float | Tensor, noise_multiplier: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
-    """Return both numbers, and NaN in place of a tensor that is out of its range."""
-    bound = or_nan(max_norm, lambda x: (x > 0) & x.isfinite())
-    return bound, or_nan(noise_multiplier, lambda x: (x >= 0) & x.isfinite())
-
-
-def divisor_of(batch_size: int | None, count: int) -> int:
-    return batch_size or max(count, 1)
-
-
-def chunks(examples: Examples, size: int | None) -> Iterator[Examples]:
-    size = size or max(examples.count, 1)
-    for begin in range(0, examples.count, size):
-        yield examples.part(begin, min(begin + size, examples.count))
 
 
 def nothing(params: Params) -> Params:
@@ -237,7 +244,7 @@ def table_problems(params: Params) -> Iterator[Problem]:
         yield Problem("`params` is not Params.", describe(params), "Params(tables=..., dense=...)", kind=TypeError)
     elif type(params.tables) is not dict or bound_names():
         got = describe(params.tables) + (", on ranks" if bound_names() else "")
-        hint = "a dict of tables in one process"
+        hint = "a dict of tables in one process; on a mesh train_step(grad=functools.partial(fr.private_grads, ...))"
         yield Problem("`params.tables` cannot get private gradients.", got, "{name: f[R, D]}", hint, TypeError)
     else:
         for path, x in paths(params.dense):

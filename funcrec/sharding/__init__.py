@@ -37,6 +37,7 @@ from funcrec.sharding._transport import joined_overflow as joined_overflow
 from funcrec.sharding._transport import transport_of as transport_of
 from funcrec.sharding._update import check_whole_rows as check_whole_rows
 from funcrec.sharding._update import init_slots as init_slots
+from funcrec.sharding._update import table_rows as table_rows
 from funcrec.sharding._update import update_banks as update_banks
 from funcrec.sharding._update import whole_banks as whole_banks
 from funcrec.sharding.by_node._tower_placements import tower_placements as tower_placements

@@ -124,7 +124,7 @@ def _id_origin(grads: RowGrads, tables: ShardedTables, bank: int) -> Tensor:
     layout, (touched,) = tables.layout, touched_rows([grads])
     dims, shards = dict(layout.shapes), [s for s in layout.shards if s.bank == bank]
     axes = layout.banks[bank].axes
-    which, rows = _table_rows(touched, shards, axis_index(axes) if axes else touched.new_zeros(()))
+    which, rows = table_rows(touched, shards, axis_index(axes) if axes else touched.new_zeros(()))
     out = torch.tensor([BEHIND], device=touched.device).expand(len(touched) + 1, -1)
     at = torch.cat([which, which.new_full((1,), -1)])[:, None]
     for k, s in enumerate(shards):
@@ -292,7 +292,7 @@ def rows_together(
         for n in (n for n in dict.fromkeys(layout.banks[s.bank].name for s in shards) if n in touched):
             mine = [s for s in shards if layout.banks[s.bank].name == n]
             known = torch.where(touched[n].valid, touched[n].rows, -1)
-            which, rows = _table_rows(known, mine, axis_index(layout.banks[shards[0].bank].axes))
+            which, rows = table_rows(known, mine, axis_index(layout.banks[shards[0].bank].axes))
             found = [_find(rows, s, gathered[layout.banks[s.bank].name]) for s in shards]
             whole = {k: torch.cat([x[k] for x in found], 1) if own.dim() > 1 else own for k, own in taken[n].items()}
             row_slots = {k.removeprefix("slot "): x for k, x in whole.items() if k.startswith("slot ")}
@@ -331,7 +331,7 @@ def _take(grads: RowGrads, bank: Tensor, slots: Mapping[str, Tensor]) -> dict[st
     }
 
 
-def _table_rows(touched: Tensor, shards: Sequence, rank: Tensor) -> tuple[Tensor, Tensor]:
+def table_rows(touched: Tensor, shards: Sequence, rank: Tensor) -> tuple[Tensor, Tensor]:
     """Return (the shard's number, the row in the table) of each touched row of this rank's bank; -1 for no row."""
     which = rows = torch.full_like(touched, -1)
     for k, s in enumerate(shards):

@@ -34,7 +34,7 @@ from funcrec.core import (
     tree_leaves,
     typed,
 )
-from funcrec.grad import divisor_of, in_range, key_of_table, noisy_grads, row_noise, rows_read
+from funcrec.grad import Private, key_of_table, noisy_grads, row_noise, rows_read
 from funcrec.jagged import is_concrete
 from funcrec.kernels import ops
 from funcrec.kinds import touched_rows
@@ -134,13 +134,14 @@ def private_step(
       (tensor([-0.0500, -0.0500,  0.0000,  0.0000,  0.0000]), 5)
     """
     check(CALL, optimizer_problems(sparse))
-    private = {
-        "max_norm": max_norm, "noise_multiplier": noise_multiplier, "batch_size": batch_size, "max_ids": max_ids,
-        "chunk_size": chunk_size, "rows": "later",
-    }  # fmt: skip
-    grad = functools.partial(noisy_grads, **private)
+    private = functools.partial(
+        Private, max_norm=max_norm, noise_multiplier=noise_multiplier, rows="later", batch_size=batch_size,
+        max_ids=max_ids, chunk_size=chunk_size,
+    )  # fmt: skip
+    grad = lambda loss_fn, has_aux=False: noisy_grads(private(loss_fn, has_aux))
     step = train_step(loss_fn, sparse=sparse, dense=dense, has_aux=has_aux, grad=grad)
     recipe, where = step.update.recipe, step.update.where
+    how = private(recipe.loss_fn, recipe.has_aux)
 
     def init(params: Params | TrainState, key: Tensor | None = None) -> PrivateState:
         if isinstance(params, TrainState):
@@ -156,8 +157,8 @@ def private_step(
         check(CALL, run_problems(run))
         state = run.bare
         key = random.fold_in(state.key, state.step)
-        read, count = rows_read(recipe.loss_fn, recipe.has_aux, state.params, batch, key, max_ids, chunk_size)
-        tables, drawn = settled(run, read)
+        examples = how.examples(batch)
+        tables, drawn = settled(run, rows_read(how, examples, state.params, **how.keyed(key)))
         late: list[Tensor] = []
 
         def checked_update(sparse: RowOptimizer, gathered: Gathered, state: TrainState) -> tuple[Any, Any]:
@@ -167,8 +168,7 @@ def private_step(
         stages: Stages = where.place._replace(update=checked_update)
         new, metrics = run_recipe(recipe, stages, replace(state, tables=tables), batch)
         check(CALL, late_problems(late[0]))
-        bound, spread = in_range(max_norm, noise_multiplier)
-        scale = spread * bound / divisor_of(batch_size, count)
+        scale = how.scale / how.divisor(examples.count)
         lost = lambda x: torch.where(late[0], torch.nan, x)
         rate = lambda n: torch.as_tensor(
             sparse.update.rate(n, state.step), dtype=torch.float64, device=state.step.device

@@ -39,6 +39,8 @@ from funcrec.optim import DenseOptimizer, RowOptimizer, adam
 from funcrec.optim import dense as optimizer
 from funcrec.sharding import Plan, check_whole_rows, dedup_problems, dense_axes_problems
 from funcrec.tables import Params, layout_in
+from funcrec.train._rank_private import place_problems as private_problems
+from funcrec.train._rank_private import private_of, private_on_ranks
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Recipe, Stages, run_recipe
 from funcrec.train._state import TrainState
@@ -134,8 +136,9 @@ def train_step(
         as they are, or `admission` admits the ids before.
       grad: the transform that gives the loss's gradients, called as grad(loss_fn), or grad(loss_fn, has_aux=True); None
         for `value_and_grad`. `functools.partial(fr.private_grads, max_norm=1.0, noise_multiplier=1.1)` trains with
-        differential privacy. If the function that it returns has a parameter `key`, it gets the step's key. It is for
-        one process.
+        differential privacy. If the function that it returns has a parameter `key`, it gets the step's key. On a mesh
+        it is `private_grads`, with `max_ids`: each rank clips the gradients of its examples, and noise follows a row's
+        table and number, whatever the plan. Another transform is for one process.
       max_norm: scales all gradients of a step to a norm of at most this number, a number > 0 or a tensor f[]. The norm
         is over tables and dense parameters together, and over all ranks, as in `clip_by_global_norm`. (For the norm of
         tables alone, or of dense parameters alone, use `fr.optim.clip`.)
@@ -177,14 +180,20 @@ def train_step(
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes))
     check("funcrec.train_step", dedup_problems(exact, dedup))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
-    check("funcrec.train_step", grad_problems(grad, mesh, micro_batches), norm_problems(max_norm, plan))
+    check("funcrec.train_step", grad_problems(grad, micro_batches), norm_problems(max_norm, plan))
     keyed = takes_key(loss_fn) or (grad is not None and takes_key(grad(loss_fn), own=True))
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, keyed, micro_batches, admit, grad, max_norm, invariant)
     cutting = mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes))
     where = OnMesh(mesh, cutting, Stages(), capacity)
     if mesh is not None:
         copies = prod(mesh.shape[a] for a in plan.replicas)
-        where = where._replace(place=rank_of(sparse, mesh, where.batch_axes, copies, capacity, codec))
+        place = rank_of(sparse, mesh, where.batch_axes, copies, capacity, codec)
+        if grad is not None:
+            how = private_of(grad(loss_fn, has_aux=True) if has_aux else grad(loss_fn))
+            others = {"capacity": capacity, "codec": codec, "dense_axes": dense_axes}
+            check("funcrec.train_step", private_problems(how, mesh, plan, batch_axes, others))
+            recipe, place = private_on_ranks(how, recipe, place, mesh)
+        where = where._replace(place=place)
 
     def init(params: Params, key: Tensor | None = None) -> TrainState:
         check("funcrec.train_step.init", params_problems(params))
@@ -354,11 +363,7 @@ def mesh_problems(mesh: Mesh | None, plan: Plan | None, batch_axes: Sequence[str
         yield Problem("`batch_axes` are not the mesh's.", f"{batch_axes}", f"among {list(mesh.axis_names)}")
 
 
-def grad_problems(grad: Callable | None, mesh: Mesh | None, micro_batches: int) -> Iterator[Problem]:
-    if grad is not None and mesh is not None:
-        yield Problem(
-            "`grad` is for one process.", "grad= and mesh=", "one of them", "a step without a mesh", TypeError
-        )
+def grad_problems(grad: Callable | None, micro_batches: int) -> Iterator[Problem]:
     if grad is not None and micro_batches > 1:
         got, hint = f"grad= and micro_batches={micro_batches}", "fr.private_grads(..., chunk_size=...)"
         yield Problem("`grad` differentiates the whole batch.", got, "micro_batches=1", hint, TypeError)

@@ -220,9 +220,6 @@ def test_bad_input():
     for bad in ({"max_norm": 0.0}, {"noise_multiplier": -1.0}, {"rows": "some"}, {"chunk_size": 0}):
         with pytest.raises((ValueError, TypeError)):
             fr.private_grads(plain, **{"max_norm": 1.0, "noise_multiplier": 1.0, **bad})
-    mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.row_wise("model"), "user": fr.row_wise("model")})
     grad = functools.partial(fr.private_grads, max_norm=1.0, noise_multiplier=1.0)
-    with pytest.raises(TypeError, match="`grad` is for one process"):
-        fr.train_step(plain, grad=grad, mesh=mesh, plan=plan)
     with pytest.raises(TypeError, match="differentiates the whole batch"):
         fr.train_step(plain, grad=grad, micro_batches=2)
