@@ -1,4 +1,4 @@
-"""python -m funcrec serve PATH [flags]: runs the server in C++, which replaces this process.
+"""python -m funcrec serve PATH.. [flags]: runs the server in C++, which replaces this process. PATH may be NAME=PATH.
 
 `python -m funcrec serve --help` lists its flags. kernels/serving/README.md in the repository describes its answers.
 """

@@ -59,6 +59,7 @@ int main(int count, char** words) {
     }
   };
   Options options;
+  options.keep = false;  // tests read the mapped weights, which are then those of now alone
   guarded([&] {
     if (count > 2) options.threads = std::atoi(words[2]);
     if (count > 3) options.runners = std::atoi(words[3]);

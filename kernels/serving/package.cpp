@@ -94,6 +94,12 @@ struct Parameters {
   }
 };
 
+std::string version_of(const std::shared_ptr<Parameters>& p) {
+  if (!p) return {};
+  std::shared_lock reading(p->weights.gate);
+  return p->weights.version;
+}
+
 // Throws Bad unless the request has `needed` of `n` things.
 void count(const char* what, size_t n, int64_t needed) {
   if (n != size_t(needed)) throw Bad(std::string("`") + what + "` has another size.", std::to_string(n), std::to_string(needed));
@@ -114,14 +120,20 @@ class Current {
     std::lock_guard alone(one_);
     return now_;
   }
-  void operator=(std::shared_ptr<Parameters> next) {  // the old weights are freed after the lock
+  std::shared_ptr<Parameters> kept() const {
     std::lock_guard alone(one_);
-    now_.swap(next);
+    return kept_;
+  }
+  void replace(std::shared_ptr<Parameters> next, bool keep) {
+    std::shared_ptr<Parameters> old;  // freed after the lock, as `next` is
+    std::lock_guard alone(one_);
+    now_.swap(next), kept_.swap(old);
+    if (keep) kept_.swap(next);
   }
 
  private:
   mutable std::mutex one_;
-  std::shared_ptr<Parameters> now_;
+  std::shared_ptr<Parameters> now_, kept_;
 };
 
 }  // namespace
@@ -184,17 +196,14 @@ std::unique_ptr<Package::Inside> Package::Inside::open(const Folder& folder, con
   check_program(in->manifest);
   auto p = std::make_shared<Parameters>(folder, in->manifest, options.checksums);
   in->try_out(*p, false);
-  in->now = std::move(p);
+  in->now.replace(std::move(p), false);
   return in;
 }
 
 const Manifest& Package::manifest() const { return in_->manifest; }
 
-std::string Package::version() const {
-  const auto p = in_->now.load();
-  std::shared_lock reading(p->weights.gate);
-  return p->weights.version;
-}
+std::string Package::version() const { return version_of(in_->now.load()); }
+std::string Package::kept() const { return version_of(in_->now.kept()); }
 
 int64_t Package::check(const Request& r) const {
   const Manifest& m = in_->manifest;
@@ -304,8 +313,16 @@ void Package::swap(const std::string& folder, const std::string& below) {
     check_same_program(opened, in_->manifest);
     auto p = std::make_shared<Parameters>(opened, in_->manifest, in_->options.checksums);
     in_->try_out(*p, true);
-    in_->now = std::move(p);
+    in_->now.replace(std::move(p), in_->options.keep);
   });
+}
+
+void Package::back(const std::string& version) {
+  std::lock_guard alone(in_->one_change);
+  if (version == this->version()) return;
+  if (const std::string own = kept(); own.empty() || own != version)
+    throw Bad("no weights of this version are kept.", version, own.empty() ? "none are: `swap` keeps those that it replaces" : own);
+  in_->now.replace(in_->now.kept(), true);
 }
 
 void Package::apply(const std::string& file, const std::string& below) {

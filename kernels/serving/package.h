@@ -35,6 +35,7 @@ struct Options {
   int runners = 1;         // runs at the same time: the number of threads that call
   bool checksums = true;   // whether to read all weights once, here and in each swap, and compare their checksums
   bool canary = true;      // whether weights, here and in each swap and delta, must answer the manifest's example with finite numbers
+  bool keep = true;        // whether `swap` keeps the weights that it replaces, for `back`
   std::string operators;   // a library with further operators, which is opened first; "" for none
 };
 
@@ -127,6 +128,11 @@ class Package {
   // Loads weights.safetensors of a folder, which is not a package of another program. Runs that have begun keep their
   // weights. With `below`, the folder lies below that one, and neither its name nor a link leads out of it.
   void swap(const std::string& folder, const std::string& below = "");
+  // Takes the weights that the last swap replaced, with the deltas that they had, and keeps those of now: so the version
+  // of now can be gone back to. `version` must be the kept one; if it is the version of now, nothing changes. The file
+  // stays mapped, so its memory is that of its pages that were read, and of those that deltas wrote.
+  void back(const std::string& version);
+  std::string kept() const;  // the version that `back` takes; "" for none
   // Applies a file of funcrec.write_delta: all of it, or it throws Bad and changes no bit.
   void apply(const std::string& file, const std::string& below = "");
 

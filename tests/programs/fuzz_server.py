@@ -34,13 +34,15 @@ from programs.serving import BYTES, JSON, Server, is_right, pack, some_request, 
 SANITIZERS = {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
 WORDS = [
     b"null", b"[]", b"{}", b'"', b"1e999", b"-1", b"9" * 40, b"[" * 50, b"\xff\xfe", b"\\u0000", b'"ids":', b"901",
-    b"900", b",",
+    b"900", b",", b'"shape":[-1],', b'"data":[[]],', b'"binary_data_size":9', b'"datatype":"BOOL"', b"12345678901",
 ]  # fmt: skip
 FIELDS = [
     b"Content-Length: -1", b"Content-Length: 99999999999999999999", b"Content-Length: 5\r\nContent-Length: 6",
     b"Content-Length: 1073741824",
     b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip", b"Content-Type: text/html", b"Content-Type:",
     b"Expect: 100-continue",
+    b"Inference-Header-Content-Length: 0", b"Inference-Header-Content-Length: 99",
+    b"Inference-Header-Content-Length: -1",
     b"Host: x", b"Timeout-Ms: 0", b"Timeout-Ms: x",
     b"Connection: upgrade", b"X: " + b"y" * 9000, b": x", b"x", b"\x00: \x00", b"Host: a\r\n b",
 ]  # fmt: skip
@@ -57,6 +59,22 @@ TARGETS = [
     b"*",
     b"/%00",
     b"/predict/..",
+    b"/rollback",
+    b"/models",
+    b"/openapi.json",
+    b"/v2",
+    b"/v2/health/live",
+    b"/v2/health/ready",
+    b"/v2/models/sums",
+    b"/v2/models/sums/ready",
+    b"/v2/models/sums/infer",
+    b"/v2/models/sums/versions/0/infer",
+    b"/models/sums/predict",
+    b"/models/sums/versions/0/manifest",
+    b"/v2/models/%",
+    b"/v2/models/%41%zz/infer",
+    b"/models//predict",
+    b"/v2/models/sums/versions//infer",
 ]
 TARGETS += [b"http://x/predict", b"http://localhost/predict", b"/" + b"z" * 300]
 METHODS = [b"POST", b"GET", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"PRI", b"post"]
@@ -70,6 +88,8 @@ class Subject(NamedTuple):
     pack: Callable
     is_right: Callable
     updates: tuple[tuple[bytes, bytes], ...] = ()
+    weighted: tuple[str, ...] = serving.WEIGHTED  # features whose ids have weights
+    model: str = "sums"
     fails: bool = False  # whether id 900 makes a run fail
 
 
@@ -79,9 +99,25 @@ SUMS = Subject(some_request, pack, is_right, fails=True)
 def message(
     body: bytes, kind: str = JSON, target: bytes = b"/predict", method: bytes = b"POST", more: bytes = b""
 ) -> bytes:
-    length = b"" if b"Content-Length" in more or b"chunked" in more else b"Content-Length: %d\r\n" % len(body)
+    own = re.search(rb"(^|\n)Content-Length", more) or b"chunked" in more
+    length = b"" if own else b"Content-Length: %d\r\n" % len(body)
     fields = b"Host: localhost\r\nContent-Type: %s\r\n%s%s" % (kind.encode(), length, more and more + b"\r\n")
     return b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, target, fields, body)
+
+
+def inference(rng, request: dict, subject: Subject, damaged: bool = False) -> bytes:
+    """Return a request of the Open Inference Protocol, with some tensors as bytes. damaged: with some changes."""
+    whole = serving.tensors(request, subject.weighted)
+    order = rng.permutation(list(whole)).tolist()
+    binary = {n for n in order if rng.random() < 0.5}
+    more = [{}, {"id": "x"}, {"parameters": {"binary_data_output": True}}][rng.integers(3)]
+    body, size = serving.infer_body({n: whole[n] for n in order}, binary, **more)
+    if damaged:
+        body = changed(rng, body)
+        size += int(rng.choice([0, 0, 0, 1, -1, 8, -8]))
+    field = b"Inference-Header-Content-Length: %d" % size if binary else b""
+    target = b"/v2/models/%s/infer" % subject.model.encode()
+    return message(body, BYTES if binary else JSON, target, more=field)
 
 
 def changed(rng, body: bytes) -> bytes:
@@ -124,7 +160,9 @@ def hostile(rng, subject: Subject) -> tuple[bytes, bool]:
     if subject.updates and rng.random() < 0.15:
         target, update = subject.updates[rng.integers(len(subject.updates))]
         return message(changed(rng, update) if rng.random() < 0.3 else update, target=target), False
-    match rng.integers(0, 10):
+    match rng.integers(-3, 10):
+        case -3 | -2 | -1:
+            return inference(rng, request, subject, damaged=True), False
         case 0 | 1 | 2 | 3:
             return message(changed(rng, body), kind), False
         case 4:
@@ -152,13 +190,21 @@ def answers(data: bytes) -> list[tuple[int, str, bytes]]:
     found = []
     while data.startswith(b"HTTP/1."):
         top, _, rest = data.partition(b"\r\n\r\n")
-        status, size = int(top.split()[1]), re.search(rb"Content-Length: (\d+)", top)
+        status, size = int(top.split()[1]), re.search(rb"\nContent-Length: (\d+)", top)
         kind = re.search(rb"Content-Type: ([^\r]*)", top)
         size = 0 if size is None or (rest.startswith(b"HTTP/1.") and int(size[1])) else int(size[1])
         found.append((status, kind[1].decode() if kind else "", rest[:size]))
         data = rest[size:]
     assert not data, data[:200]
     return [x for x in found if x[0] != 100]
+
+
+def answer_of(kind: str, body: bytes) -> dict:
+    """Return the answer of any of the three forms, as `serving.unpack` does."""
+    if kind == BYTES:
+        header = json.JSONDecoder().raw_decode(body.decode(errors="replace"))[1] if body[:1] == b"{" else None
+        return unpack(body) if header is None else serving.read_inference(body, str(header))
+    return serving.read_inference(body, None) if b'"model_name"' in body[:20] else json.loads(body)
 
 
 def converse(server: Server, subject: Subject, seed: int, length: int) -> tuple[int, int, list[str]]:
@@ -168,8 +214,12 @@ def converse(server: Server, subject: Subject, seed: int, length: int) -> tuple[
     for i in range(length):
         if rng.random() < 0.3:
             good[i] = subject.request(rng, bags=int(rng.integers(1, 4)))
-            binary = rng.random() < 0.5
-            sent.append(message(subject.pack(good[i]), BYTES) if binary else message(json.dumps(good[i]).encode()))
+            forms = (
+                lambda: message(subject.pack(good[i]), BYTES),  # noqa: B023
+                lambda: message(json.dumps(good[i]).encode()),  # noqa: B023
+                lambda: inference(rng, good[i], subject),  # noqa: B023
+            )
+            sent.append(forms[rng.integers(3)]())
             continue
         one, may_end = hostile(rng, subject)
         sent.append(one)
@@ -193,7 +243,7 @@ def converse(server: Server, subject: Subject, seed: int, length: int) -> tuple[
             wrong.append(f"seed {seed}: request {i} of {len(sent)} has no answer")
             break
         status, kind, body = found[i]
-        answer = (unpack(body) if kind == BYTES else json.loads(body)) if status == 200 else None
+        answer = answer_of(kind, body) if status == 200 else None
         if answer is None or not subject.is_right(answer, request):
             wrong.append(f"seed {seed}: request {i} is answered {status} {body[:200]!r}")
         seen += 1
@@ -231,6 +281,7 @@ def of_package(folder: Path, pool_size: int = 200) -> Subject:
     delta, file = fr.Delta(parts, torch.tensor(1)), folder / "third.delta"
     fr.write_delta(file, delta, package, fr.Params({}, newer.dense), version="third")
     updates = [(b"/reload", "weights", name) for name in ("model", "next", "nothing", "third.delta", "..")]
+    updates += [(b"/rollback", "version", name) for name in ("first", "next", "third", "")]
     updates += [(b"/delta", "path", name) for name in ("third.delta", "third.delta", "model", "nothing")]
     updates *= 5
     whole, rng = file.read_bytes(), np.random.default_rng(0)
@@ -260,7 +311,7 @@ def of_package(folder: Path, pool_size: int = 200) -> Subject:
 
     own_pack = lambda asked: pack(asked, packages.KEYS, ("seen",))
     bodies = tuple((target, json.dumps({key: name}).encode()) for target, key, name in updates)
-    return Subject(request, own_pack, is_right, bodies)
+    return Subject(request, own_pack, is_right, bodies, ("seen",), "model")
 
 
 def main() -> int:

@@ -24,7 +24,12 @@ from programs import cmake
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("u1", "i1", "i2", "i4", "i8", "f2", "u2", "f4", "f8", "?")  # number 6 stands for bfloat16 in 16 bits
 JSON, BYTES = "application/json", "application/octet-stream"
-UPDATES = ("/reload", "/delta")
+UPDATES = ("/reload", "/delta", "/rollback")
+HEADER = "Inference-Header-Content-Length"
+DATATYPES = {
+    "UINT8": "u1", "INT8": "i1", "INT16": "i2", "INT32": "i4", "INT64": "i8", "FP16": "f2", "BF16": "u2", "FP32": "f4",
+    "FP64": "f8", "BOOL": "?",
+}  # fmt: skip
 FEATURES, WEIGHTED, COLUMNS, ROWS = ("a", "b"), ("b",), 3, 1000  # features of the sums model
 
 # a request to the sums model
@@ -71,7 +76,7 @@ class Server:
 
     def ask(self, method: str, path: str, body=None, type: str = JSON):
         """Return (status, headers, body) of a request over a new connection."""
-        with contextlib.closing(self.connect(admin=path in UPDATES)) as connection:
+        with contextlib.closing(self.connect(admin=path.endswith(UPDATES))) as connection:
             return ask(connection, method, path, body, type)
 
     def metrics(self) -> dict[str, float]:
@@ -99,10 +104,11 @@ class Server:
         self.process.communicate()
 
 
-def ask(connection, method: str, path: str, body=None, type: str = JSON):
+def ask(connection, method: str, path: str, body=None, type: str = JSON, **more: str):
     if not isinstance(body, bytes | None):
         body = (body if isinstance(body, str) else json.dumps(body)).encode()
-    connection.request(method, path, body, {"Content-Type": type} if body is not None else {})
+    fields = {k.replace("_", "-"): v for k, v in more.items()}
+    connection.request(method, path, body, fields | ({"Content-Type": type} if body is not None else {}))
     reply = connection.getresponse()
     return reply.status, reply.headers, reply.read()
 
@@ -164,6 +170,60 @@ def unpack(body: bytes) -> dict:
     return {"version": version, "outputs": found, "ids_out_of_range": outside}
 
 
+def tensors(request: dict, weighted=WEIGHTED) -> dict[str, np.ndarray]:
+    """Return the tensors of a request in the Open Inference Protocol, by their names."""
+    out = {}
+    for f, bags in request.get("ids", {}).items():
+        out[f"ids.{f}.values"] = np.array([i for bag in bags for i in bag], "<i8")
+        out[f"ids.{f}.lengths"] = np.array([len(bag) for bag in bags], "<i4")
+        if f in weighted:
+            out[f"weights.{f}"] = np.array([w for bag in request["weights"][f] for w in bag], "<f4")
+    if "dense" in request:
+        out["dense"] = np.array(request["dense"], "<f4").reshape(
+            len(request["dense"]), -1 if request["dense"] else COLUMNS
+        )
+    return out
+
+
+def infer_body(inputs: dict[str, np.ndarray], binary=(), **more) -> tuple[bytes, int]:
+    """Return (the body of an infer request, the bytes of its JSON). binary: the inputs that are bytes after it."""
+    codes = {np.dtype(code): name for name, code in DATATYPES.items() if name != "BF16"}
+    listed, rest = [], b""
+    for name, x in inputs.items():
+        one = {"name": name, "datatype": codes[x.dtype], "shape": list(x.shape)}
+        if name in binary:
+            one["parameters"], rest = {"binary_data_size": x.nbytes}, rest + x.tobytes()
+        else:
+            one["data"] = x.tolist()
+        listed.append(one)
+    text = json.dumps({"inputs": listed, **more}).encode()
+    return text + rest, len(text)
+
+
+def read_inference(body: bytes, header: str | None) -> dict:
+    """Return an answer to infer as `unpack` does, with the name of the model, the id and the JSON of all else."""
+    found = json.loads(body[: int(header)] if header else body)
+    rest, outputs = body[int(header) :] if header else b"", {}
+    for x in found["outputs"]:
+        size = x.get("parameters", {}).get("binary_data_size")
+        kind = np.dtype("<" + DATATYPES[x["datatype"]])
+        data = np.array(x["data"], kind) if size is None else np.frombuffer(rest[:size], kind)
+        outputs[x["name"]] = data.reshape(x["shape"])
+        rest = rest[size or 0 :]
+    assert rest == b""
+    outside = found["parameters"]["ids_out_of_range"]
+    own = {"version": found["model_version"], "outputs": outputs, "ids_out_of_range": outside}
+    return own | {"model": found["model_name"], "id": found.get("id")}
+
+
+def infer(connection, request: dict, *, path="/v2/models/sums/infer", binary=(), weighted=WEIGHTED, **more):
+    """Return (status, the answer as `predict` has it, or {"error"}) of a request in the Open Inference Protocol."""
+    body, size = infer_body(tensors(request, weighted), binary, **more)
+    kind, fields = (BYTES, {"Inference_Header_Content_Length": str(size)}) if binary else (JSON, {})
+    status, headers, out = ask(connection, "POST", path, body, kind, **fields)
+    return status, read_inference(out, headers.get(HEADER)) if status == 200 else json.loads(out)
+
+
 def some_request(rng, bags: int | None = None, length: int = 4, ids=(-2, 899)) -> dict:
     """Return a request of random bags, some ids outside the tables, and numbers that f32 holds exactly."""
     bags = int(rng.integers(0, 5)) if bags is None else bags
@@ -204,4 +264,5 @@ def is_right(answer: dict, request: dict) -> bool:
     """Return whether an answer belongs to one version alone, never to two."""
     want = expected(request, int(answer["version"]))
     plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else x
+    answer = {k: x for k, x in answer.items() if k not in ("model", "id")}  # of the Open Inference Protocol
     return {**answer, "outputs": {k: plain(x) for k, x in answer["outputs"].items()}} == want

@@ -92,6 +92,45 @@ def test_a_delta_changes_the_answers(path, running):
         assert_answers(package, connection, 9)
 
 
+def test_versions_of_a_folder_answer_as_their_packages(path, built, tmp_path):
+    """A folder of models serves each package below its name, and each version of it. Answers of the Open Inference
+    Protocol equal Python's, in lists and in bytes. After /rollback, the weights have the deltas that they had."""
+    repository = tmp_path / "models"
+    for folder in ("click/10", "click/9", "other"):
+        (repository / folder).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(path, repository / folder)
+    shutil.copy(path.parent / "next" / FILE, repository / "click" / "10" / FILE)
+    first, newer = fr.load_package(path), fr.load_package(repository / "click" / "10")
+    batch = packages.batch(5, seed=5)
+    with serving.Server(built / "funcrec-serve", repository, "--updates", str(path.parent)) as server:
+        connection = server.connect()
+
+        def assert_served(package, where, binary=("dense",)):
+            asked = packages.plain(batch)
+            more = {"parameters": {"binary_data_output": bool(binary)}}
+            status, answer = serving.infer(connection, asked, path=where, binary=binary, weighted=("seen",), **more)
+            assert (status, answer["version"]) == (200, package.version), answer
+            for name, x in package(batch).items():
+                torch.testing.assert_close(torch.tensor(answer["outputs"][name]), x, rtol=0, atol=1e-6)
+
+        assert json.loads(server.ask("GET", "/v2/models/click")[2])["versions"] == ["first", "next"]
+        assert_served(newer, "/v2/models/click/infer")
+        assert_served(first, "/v2/models/click/versions/first/infer", binary=())
+        assert_served(first, "/v2/models/other/infer")
+        rows = torch.arange(50)
+        changed = {t: (ChangedRows(rows, x[rows], 0, tuple(x.shape)),) for t, x in packages.params(3).tables.items()}
+        file = path.parent / "kept.delta"
+        fr.write_delta(file, fr.Delta(changed, torch.tensor(1)), first, None, version="changed")
+        first.apply(file)
+        post = lambda where, **body: server.ask("POST", f"/models/other/{where}", body)[0]
+        assert post("delta", path=file.name) == 200 and post("reload", weights="next") == 200
+        assert_served(newer, "/v2/models/other/infer")
+        assert post("rollback", version="first") == 400 and post("rollback", version="changed") == 200
+        assert_served(first, "/v2/models/other/infer")
+        assert post("rollback", version="next") == 200
+        assert_served(newer, "/v2/models/other/infer")
+
+
 STEP = fr.logged(
     fr.train_step(
         fr.models.loss(packages.MODEL), sparse=fr.optim.adagrad(0.5), has_aux=True, merge=fr.models.merge_stats,

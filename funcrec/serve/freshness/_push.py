@@ -28,7 +28,8 @@ def update_server(address: Address, folder: str | os.PathLike[str], *, timeout_s
 
     Args:
       address: the address of the server's `--admin`: "http://127.0.0.1:8081", or "unix:/run/admin" for the socket at
-        this path. The request goes to it directly. Proxy settings of this process do not apply.
+        this path; "http://127.0.0.1:8081/models/NAME" for one model of several. The request goes to it directly. Proxy
+        settings of this process do not apply.
       folder: the folder of `publish`, which the server reads as its `--updates`.
       timeout_s: how long to wait for each answer.
 

@@ -23,19 +23,22 @@ Answer run(const Package& package, const Request& request) {
 }  // namespace
 
 int main(int count, char** words) {
-  return command(count, words, [](const Settings& s) {
+  return command(count, words, [](const Settings& s, const std::string& path) {
     Options options;
     options.threads = int(s.threads);
     options.runners = int(s.workers);
     options.checksums = s.checksums;
     options.canary = s.canary;
+    options.keep = s.keep;
     name_bus_errors();
-    auto package = Package::open(s.package, options);
+    auto package = Package::open(path, options);
     return Model{
         package->manifest(),
         [package](const Request& r) { return package->check(r); },
         [package](const Request& r) { return run(*package, r); },
         [package] { return package->version(); },
+        [package] { return package->kept(); },
+        [package](const std::string& version) { package->back(version); },
         [package, below = s.updates](const std::string& folder) { package->swap(folder, below); },
         [package, below = s.updates](const std::string& file) { package->apply(file, below); },
     };

@@ -92,8 +92,14 @@ std::string Metrics::text(const Now& now) const {
   describe(out, "reloads_total", "counter", "weights and deltas that were put in, or refused");
   for (auto& [key, n] : reloads_)
     out << "funcrec_reloads_total{what=\"" << key.first << "\",result=\"" << (key.second ? "ok" : "refused") << "\"} " << n << "\n";
+  const auto labels = [&](const Now::Version& v, const std::string& version) {  // the only model needs no name
+    return "{" + (now.versions.size() > 1 ? "model=\"" + label(v.model) + "\"," : "") + "version=\"" + label(version) + "\"} 1\n";
+  };
   describe(out, "version_info", "gauge", "the version of the weights");
-  out << "funcrec_version_info{version=\"" << label(now.version) << "\"} 1\n";
+  for (const Now::Version& v : now.versions) out << "funcrec_version_info" << labels(v, v.version);
+  describe(out, "kept_version_info", "gauge", "the version that /rollback goes back to");
+  for (const Now::Version& v : now.versions)
+    if (!v.kept.empty()) out << "funcrec_kept_version_info" << labels(v, v.kept);
   return out.str() + process_text();
 }
 

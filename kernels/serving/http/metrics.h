@@ -21,7 +21,10 @@ struct Histogram {
 struct Now {
   size_t queue, connections, parsing;
   int64_t memory;  // bytes
-  std::string version;
+  struct Version {
+    std::string model, version, kept;
+  };
+  std::vector<Version> versions;
 };
 
 std::string process_text();  // process_*, as Prometheus' clients report them
@@ -34,7 +37,7 @@ class Metrics {
   void ran(size_t requests, int64_t bags, double seconds, int64_t ids_out_of_range);
   void ran_one_by_one();
   void waited(double seconds);  // for a worker
-  void reloaded(const char* what, bool ok);  // "weights" or "delta"
+  void reloaded(const char* what, bool ok);  // "weights", "delta" or "rollback"
   std::string text(const Now&) const;
 
  private:

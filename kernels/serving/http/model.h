@@ -15,7 +15,15 @@ struct Model {
   std::function<int64_t(const Request&)> check;  // returns the number of ids outside their tables; Bad if the request does not fit
   std::function<Answer(const Request&)> run;     // uses one version; several workers call it at once
   std::function<std::string()> version;
+  std::function<std::string()> kept;             // the version that `back` goes to; "" for none
+  std::function<void(const std::string&)> back;  // exchanges the weights for the kept ones, which must have this version; nothing if they serve already
   std::function<void(const std::string&)> swap, apply;  // take a folder of weights, or a file of changed rows, by its name below `updates`; one call at a time
+};
+
+// A model of a process. Several models may have one name and different versions.
+struct Named {
+  std::string name;
+  Model model;
 };
 
 // A request that owns its memory.

@@ -42,15 +42,6 @@ struct Cursor {
   }
 };
 
-int64_t bytes_of(DType t) {
-  switch (t) {
-    case DType::u8: case DType::i8: case DType::boolean: return 1;
-    case DType::i16: case DType::f16: case DType::bf16: return 2;
-    case DType::i32: case DType::f32: return 4;
-    default: return 8;
-  }
-}
-
 float half(uint16_t x) {
   uint32_t exponent = x >> 10 & 31, mantissa = x & 1023;
   float size = exponent == 31 ? (mantissa ? NAN : INFINITY) : exponent ? std::ldexp(float(1024 + mantissa), int(exponent) - 25) : std::ldexp(float(mantissa), -24);
@@ -73,7 +64,38 @@ template <class T> T at(const void* data, int64_t i) {
   return x;
 }
 
-void append(std::string& out, DType t, const void* data, int64_t i) {
+// Writes elements [i, i + n) as nested lists, the innermost with `shape.back()` elements.
+void append_lists(std::string& out, const Output& output, std::span<const int64_t> shape, int64_t& i) {
+  if (shape.empty()) return append_number(out, output.dtype, output.data, i++);
+  out += '[';
+  for (int64_t k = 0; k < shape[0]; k++) {
+    if (k) out += ',';
+    append_lists(out, output, shape.subspan(1), i);
+  }
+  out += ']';
+}
+
+template <class T> void put(std::string& out, T x) { out.append(reinterpret_cast<const char*>(&x), sizeof x); }
+void pad(std::string& out) { out.resize((out.size() + 7) / 8 * 8); }
+
+}  // namespace
+
+int64_t bytes_of(DType t) {
+  switch (t) {
+    case DType::u8: case DType::i8: case DType::boolean: return 1;
+    case DType::i16: case DType::f16: case DType::bf16: return 2;
+    case DType::i32: case DType::f32: return 4;
+    default: return 8;
+  }
+}
+
+int64_t row_size(const Output& output) {
+  int64_t n = 1;
+  for (size_t i = 1; i < output.shape.size(); i++) n *= output.shape[i];
+  return n;
+}
+
+void append_number(std::string& out, DType t, const void* data, int64_t i) {
   switch (t) {
     case DType::u8: return append(out, int(at<uint8_t>(data, i)));
     case DType::i8: return append(out, int(at<int8_t>(data, i)));
@@ -87,28 +109,6 @@ void append(std::string& out, DType t, const void* data, int64_t i) {
     case DType::boolean: out += at<uint8_t>(data, i) ? "true" : "false"; return;
   }
 }
-
-// Writes elements [i, i + n) as nested lists, the innermost with `shape.back()` elements.
-void append_lists(std::string& out, const Output& output, std::span<const int64_t> shape, int64_t& i) {
-  if (shape.empty()) return append(out, output.dtype, output.data, i++);
-  out += '[';
-  for (int64_t k = 0; k < shape[0]; k++) {
-    if (k) out += ',';
-    append_lists(out, output, shape.subspan(1), i);
-  }
-  out += ']';
-}
-
-int64_t row_size(const Output& output) {
-  int64_t n = 1;
-  for (size_t i = 1; i < output.shape.size(); i++) n *= output.shape[i];
-  return n;
-}
-
-template <class T> void put(std::string& out, T x) { out.append(reinterpret_cast<const char*>(&x), sizeof x); }
-void pad(std::string& out) { out.resize((out.size() + 7) / 8 * 8); }
-
-}  // namespace
 
 Bags from_bytes(std::string_view body, const Manifest& manifest, Memory* memory) {
   if (body.size() < 32 || body.substr(0, 4) != "FRQ1") throw Bad("the body is not a request", number(int64_t(body.size())) + " bytes", "FRQ1 and a header of 32 bytes");
@@ -202,6 +202,8 @@ std::string json_string(std::string_view text) {
       if (c < 0) c = '?';
   return out;
 }
+
+std::string to_inference_json(const Problem& p) { return "{\"error\":" + json_string(p.problem + "\n  got   " + told(p.got) + "\n  need  " + p.need) + "}\n"; }
 
 std::string to_json(const Problem& p) {
   return "{\"error\":{\"problem\":" + json_string(p.problem) + ",\"got\":" + json_string(told(p.got)) + ",\"need\":" + json_string(p.need) + "}}\n";

@@ -22,6 +22,11 @@ std::string to_json(const Manifest&, const std::string& version);
 std::string one_string(std::string_view body, const std::string& key);
 
 std::string json_string(std::string_view text);  // a JSON string; in a text that is not UTF-8, bytes above ASCII become `?`
-std::string to_json(const Problem&);        // {"error": {"problem", "got", "need"}}
+std::string to_json(const Problem&);            // {"error": {"problem", "got", "need"}}
+std::string to_inference_json(const Problem&);  // {"error": the same in one text}, as the Open Inference Protocol has it
+
+int64_t bytes_of(DType);          // of one number
+int64_t row_size(const Output&);  // the numbers of one bag
+void append_number(std::string& out, DType, const void* data, int64_t i);  // number i as JSON; null if it is not finite
 
 }  // namespace funcrec::serving

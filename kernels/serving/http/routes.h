@@ -2,6 +2,8 @@
 #pragma once
 #include <boost/beast/core.hpp>
 #include <boost/beast/http.hpp>
+#include <algorithm>
+#include <charconv>
 #include <optional>
 
 #include "hosts.h"
@@ -13,7 +15,7 @@ namespace http = beast::http;
 using Ask = http::request<CountedBody>;
 using Reply = http::response<http::string_body>;
 
-inline constexpr char JSON[] = "application/json", BYTES[] = "application/octet-stream";
+inline constexpr char JSON[] = "application/json", BYTES[] = "application/octet-stream", HEADER_LENGTH[] = "Inference-Header-Content-Length";
 
 inline Reply reply_of(const Ask& ask, unsigned code, std::string body, const char* type = JSON) {
   Reply reply{http::status(code), ask.version() < 10 ? 11 : ask.version()};
@@ -23,8 +25,20 @@ inline Reply reply_of(const Ask& ask, unsigned code, std::string body, const cha
   return reply;
 }
 
+// Returns the host of a target in a proxy's form, http://host/path, or nothing.
+inline std::string_view host_of(std::string_view target) {
+  return beast::iequals(target.substr(0, 7), "http://") ? target.substr(7, target.find_first_of("/?", 7) - 7) : std::string_view();
+}
+
+inline std::string_view path_of(const Ask& ask) {
+  std::string_view target = ask.target();
+  if (beast::iequals(target.substr(0, 7), "http://")) target.remove_prefix(7 + host_of(target).size());
+  return target.substr(0, target.find('?'));
+}
+
 inline Reply problem(const Ask& ask, const Problem& p) {
-  Reply reply = reply_of(ask, p.code, to_json(p));
+  const bool is_protocol = path_of(ask).starts_with("/v2");
+  Reply reply = reply_of(ask, p.code, is_protocol ? to_inference_json(p) : to_json(p));
   if (p.code == 429 || p.code == 503) reply.set(http::field::retry_after, "1");
   return reply;
 }
@@ -60,24 +74,62 @@ inline std::string other_charset(const Ask& ask) {
   return {};
 }
 
-// Returns the host of a target in a proxy's form, http://host/path, or nothing.
-inline std::string_view host_of(std::string_view target) {
-  return beast::iequals(target.substr(0, 7), "http://") ? target.substr(7, target.find_first_of("/?", 7) - 7) : std::string_view();
-}
-
-inline std::string_view path_of(const Ask& ask) {
-  std::string_view target = ask.target();
-  if (beast::iequals(target.substr(0, 7), "http://")) target.remove_prefix(7 + host_of(target).size());
-  return target.substr(0, target.find('?'));
-}
-
 struct Route {
   std::string_view path, methods;
-  bool updates = false;  // accepted at the operator's address only
+  bool of_model = false;  // answered below /models/M and /models/M/versions/V too
+  bool updates = false;   // accepted at the operator's address only
   bool has(http::verb verb) const { return verb == http::verb::post ? methods == "POST" : methods != "POST" && (verb == http::verb::get || verb == http::verb::head); }
 };
-inline const Route ROUTES[] = {{"/predict", "POST"}, {"/reload", "POST", true}, {"/delta", "POST", true}, {"/healthz", "GET, HEAD"}, {"/livez", "GET, HEAD"},
-                        {"/readyz", "GET, HEAD"}, {"/manifest", "GET, HEAD"}, {"/metrics", "GET, HEAD"}};
+inline constexpr char METADATA[] = "/v2/models/M", READY[] = "/v2/models/M/ready", INFER[] = "/v2/models/M/infer";
+inline const Route ROUTES[] = {{"/predict", "POST", true}, {"/reload", "POST", true, true}, {"/delta", "POST", true, true}, {"/rollback", "POST", true, true},
+                        {"/manifest", "GET, HEAD", true}, {"/healthz", "GET, HEAD", true}, {"/livez", "GET, HEAD", true}, {"/readyz", "GET, HEAD", true},
+                        {"/models", "GET, HEAD"}, {"/metrics", "GET, HEAD"}, {"/openapi.json", "GET, HEAD"}, {"/v2", "GET, HEAD"},
+                        {"/v2/health/live", "GET, HEAD"}, {"/v2/health/ready", "GET, HEAD"}, {METADATA, "GET, HEAD"}, {READY, "GET, HEAD"}, {INFER, "POST"}};
+
+// Returns a segment of a path without its escapes (%41); nothing for one that is empty, or whose escapes are broken.
+inline std::optional<std::string> segment(std::string_view text) {
+  std::string out;
+  for (size_t i = 0; i < text.size(); i++) {
+    unsigned char c = static_cast<unsigned char>(text[i]);
+    if (c == '%') {
+      const char* begin = text.data() + i + 1;
+      if (i + 2 >= text.size() || std::from_chars(begin, begin + 2, c, 16).ptr != begin + 2) return {};
+      i += 2;
+    }
+    out += char(c);
+  }
+  return out.empty() ? std::nullopt : std::optional(out);
+}
+
+// A path taken apart: its route, null if there is none, and the model and version that it names.
+struct Way {
+  const Route* route = nullptr;
+  std::optional<std::string> model, version;
+};
+
+inline Way way_of(std::string_view path) {
+  const auto found = [](std::string_view name) {
+    const Route* at = std::find_if(std::begin(ROUTES), std::end(ROUTES), [&](const Route& r) { return r.path == name; });
+    return at == std::end(ROUTES) ? nullptr : at;
+  };
+  const bool is_protocol = path.starts_with("/v2/models/");
+  if (!is_protocol && !path.starts_with("/models/")) return {found(path), {}, {}};
+  Way way;
+  std::string_view rest = path.substr(is_protocol ? 11 : 8);
+  const auto take = [&rest] {
+    const std::string_view own = rest.substr(0, rest.find('/'));
+    rest.remove_prefix(own.size());
+    return segment(own);
+  };
+  if (!(way.model = take())) return {};
+  if (rest.starts_with("/versions/")) {
+    rest.remove_prefix(10);
+    if (!(way.version = take())) return {};
+  }
+  const Route* route = found((is_protocol ? METADATA : "") + std::string(rest));
+  if (route && (is_protocol || route->of_model)) way.route = route;
+  return way;
+}
 
 // A request of HTTP/1.1 must name one host, which is this server.
 inline std::optional<Reply> refused_host(const Ask& ask, const Hosts& hosts) {
@@ -101,27 +153,29 @@ inline std::optional<Reply> refusal(const Ask& ask, const Hosts& hosts, bool adm
     return reply;
   }
   if (auto refused = refused_host(ask, hosts)) return refused;
-  for (const Route& route : ROUTES) {
-    if (route.path != path_of(ask)) continue;
-    if (route.updates && !admin) return problem(ask, 403, "updates are not taken here", std::string(route.path), "the address of --admin");
-    if (!route.has(ask.method())) {
-      Reply reply = problem(ask, 405, "the path has no such method", std::string(ask.method_string()), std::string(route.methods));
-      reply.set(http::field::allow, route.methods);
-      return reply;
-    }
-    const std::string_view coding = ask[http::field::content_encoding];
-    if (route.methods == "POST" && !coding.empty() && !beast::iequals(coding, "identity")) {
-      Reply reply = problem(ask, 415, "the body is coded", "Content-Encoding: " + std::string(coding), "a body as it is");
-      reply.set(http::field::accept_encoding, "identity");
-      return reply;
-    }
-    const std::string type = route.methods == "POST" ? media_type(ask) : JSON;
-    const std::string charset = type == JSON && route.methods == "POST" ? other_charset(ask) : std::string();
-    if (!charset.empty()) return problem(ask, 415, "the body is of another charset", "charset=" + charset, "UTF-8, as JSON has");
-    if (type == JSON || (type == BYTES && route.path == "/predict")) return {};
-    return problem(ask, 415, "the body is of another type", type.empty() ? "no Content-Type" : type, route.path == "/predict" ? std::string(JSON) + " or " + BYTES : JSON);
+  const Way way = way_of(path_of(ask));
+  if (!way.route)
+    return problem(ask, 404, "there is no such path", std::string(path_of(ask)),
+                   "/predict, /reload, /delta, /rollback, /healthz, /livez, /readyz, /manifest, each of them below /models/NAME too, /models, /metrics, /openapi.json, or a path of /v2");
+  const Route& route = *way.route;
+  if (route.updates && !admin) return problem(ask, 403, "updates are not taken here", std::string(path_of(ask)), "the address of --admin");
+  if (!route.has(ask.method())) {
+    Reply reply = problem(ask, 405, "the path has no such method", std::string(ask.method_string()), std::string(route.methods));
+    reply.set(http::field::allow, route.methods);
+    return reply;
   }
-  return problem(ask, 404, "there is no such path", std::string(path_of(ask)), "/predict, /reload, /delta, /healthz, /livez, /readyz, /manifest or /metrics");
+  if (route.methods != "POST") return {};
+  const std::string_view coding = ask[http::field::content_encoding];
+  if (!coding.empty() && !beast::iequals(coding, "identity")) {
+    Reply reply = problem(ask, 415, "the body is coded", "Content-Encoding: " + std::string(coding), "a body as it is");
+    reply.set(http::field::accept_encoding, "identity");
+    return reply;
+  }
+  const bool is_infer = route.path == INFER, takes_bytes = is_infer || route.path == "/predict";
+  const std::string type = media_type(ask), charset = type == JSON ? other_charset(ask) : std::string();
+  if (!charset.empty()) return problem(ask, 415, "the body is of another charset", "charset=" + charset, "UTF-8, as JSON has");
+  if (type == JSON || (type == BYTES && takes_bytes) || (type.empty() && is_infer)) return {};  // clients of the protocol name no type
+  return problem(ask, 415, "the body is of another type", type.empty() ? "no Content-Type" : type, takes_bytes ? std::string(JSON) + " or " + BYTES : JSON);
 }
 
 }  // namespace funcrec::serving

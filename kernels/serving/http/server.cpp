@@ -12,8 +12,10 @@
 #include <thread>
 
 #include "batcher.h"
+#include "inference.h"
 #include "listen.h"
 #include "metrics.h"
+#include "openapi.h"
 #include "routes.h"
 
 namespace funcrec::serving {
@@ -60,6 +62,15 @@ int64_t numbers_of(const Part& part) {
   return n;
 }
 
+// A model with the queue of its requests.
+struct Served {
+  const Named& own;
+  Batcher batcher;
+  template <class... X> Served(const Named& named, X&&... x) : own(named), batcher(named.model, std::forward<X>(x)...) {}
+  const Model& model() const { return own.model; }
+  const Manifest& manifest() const { return own.model.manifest; }
+};
+
 // The status for a client whose message cannot be read; 0 if the client has gone.
 unsigned code_of(error_code error, bool late) {
   if (late) return 408;
@@ -72,7 +83,14 @@ unsigned code_of(error_code error, bool late) {
 
 class Server {
  public:
-  Server(const Model& model, const Settings& settings) : model_(model), settings_(settings) {}
+  Server(const std::vector<Named>& models, const Settings& settings) : settings_(settings) {
+    const auto deliver = [this](Jobs jobs) {
+      net::post(io_, [jobs = std::move(jobs)] {
+        for (auto& job : jobs) job->done(std::move(job->outcome));
+      });
+    };
+    for (const Named& m : models) served_.emplace_back(m, metrics_, limits(m.model.manifest), deliver);
+  }
 
   void run(const std::function<void(const std::string&, const std::string&)>& ready) {
     struct sigaction before {};
@@ -188,7 +206,7 @@ class Server {
           c.socket.cancel(error);
         }
     }
-    batcher_.reset();
+    served_.clear();
     io_.stop();
   }
 
@@ -294,19 +312,35 @@ class Server {
 
   Task<Reply> answer(Connection& c, Ask& ask) {
     give(c, -1);
-    const std::string path(path_of(ask));
-    if (path == "/healthz") co_return health(ask, draining_);
-    if (path == "/livez") co_return health(ask, false);
-    if (path == "/readyz") co_return health(ask, draining_ || batcher_->is_full());
-    if (path == "/manifest") co_return reply_of(ask, 200, to_json(model_.manifest, model_.version()));
-    if (path == "/metrics")
-      co_return reply_of(ask, 200, metrics_.text({batcher_->waiting(), connections_.size(), parsing_, bodies_.used() + parsed_.used(), model_.version()}), "text/plain; version=0.0.4");
+    const Way way = way_of(path_of(ask));
+    const std::string_view path = way.route->path;
+    if (path == "/openapi.json") co_return reply_of(ask, 200, OPENAPI);
+    if (path == "/models") co_return reply_of(ask, 200, list_of_models());
+    if (path == "/metrics") co_return reply_of(ask, 200, metrics_.text(now()), "text/plain; version=0.0.4");
+    Served* m = find(way);
+    if (!m) co_return problem(ask, 404, "there is no such model or version", *way.model + (way.version ? ", version " + *way.version : ""), names());
+    const bool is_full = way.model ? m->batcher.is_full() : std::any_of(served_.begin(), served_.end(), [](const Served& s) { return s.batcher.is_full(); });
+    if (path == "/healthz") co_return health(ask, *m, draining_);
+    if (path == "/livez") co_return health(ask, *m, false);
+    if (path == "/readyz") co_return health(ask, *m, draining_ || is_full);
+    if (path == "/manifest") co_return reply_of(ask, 200, to_json(m->manifest(), m->model().version()));
+    if (path == "/v2") co_return reply_of(ask, 200, "{\"name\":\"funcrec-serve\",\"version\":" + json_string(m->manifest().funcrec) + ",\"extensions\":[\"binary_tensor_data\"]}\n");
+    if (path == "/v2/health/live") co_return reply_of(ask, 200, "{\"live\":true}\n");
+    const bool is_ready = !draining_ && !is_full;
+    if (path == "/v2/health/ready") co_return reply_of(ask, is_ready ? 200 : 503, std::string("{\"ready\":") + (is_ready ? "true}\n" : "false}\n"));
+    if (path == READY) co_return reply_of(ask, is_ready ? 200 : 503, "{\"name\":" + json_string(m->own.name) + ",\"ready\":" + (is_ready ? "true}\n" : "false}\n"));
+    if (path == METADATA) co_return reply_of(ask, 200, metadata_of(m->manifest(), m->own.name, versions_of(m->own.name)));
+    co_return co_await answer(ask, *m, path, way.version);
+  }
+
+  // Answers a request that has a body.
+  Task<Reply> answer(Ask& ask, Served& m, std::string_view path, const std::optional<std::string>& version) {
     std::optional<Reply> failed;
     try {
-      if (path == "/predict") co_return co_await predict(ask);
-      const bool reload = path == "/reload";
+      if (path == "/predict") co_return co_await predict(ask, m, version);
+      if (path == INFER) co_return co_await infer(ask, m, version);
       if (settings_.updates.empty()) co_return problem(ask, 403, "the server takes no updates", "no folder of updates", "to be started with --updates FOLDER");
-      co_return co_await update(ask, one_string(ask.body(), reload ? "weights" : "path"), reload);
+      co_return co_await update(ask, m, path);
     } catch (const Bad& e) {
       failed = problem(ask, 400, e.problem, e.got, e.need);
     } catch (const Busy& e) {
@@ -317,9 +351,50 @@ class Server {
     co_return std::move(*failed);
   }
 
-  Reply health(const Ask& ask, bool away) const {
-    const std::string body = std::string("{\"status\":\"") + (draining_ ? "draining" : "ok") + "\",\"version\":" + json_string(model_.version()) +
-                             ",\"manifest\":" + json_string(model_.manifest.digest) + "}\n";
+  // Returns the model that a path names: without a version the last one of its name, without a name the first model.
+  Served* find(const Way& way) {
+    Served* found = nullptr;
+    const std::string& name = way.model ? *way.model : served_.front().own.name;
+    for (Served& s : served_)
+      if (s.own.name == name && (!way.version || s.model().version() == *way.version)) found = &s;
+    return found;
+  }
+
+  std::vector<std::string> versions_of(const std::string& name) const {
+    std::vector<std::string> out;
+    for (const Served& s : served_)
+      if (s.own.name == name) out.push_back(s.model().version());
+    return out;
+  }
+
+  std::string names() const {
+    std::string out;
+    for (const Served& s : served_) out += (out.empty() ? "" : "; ") + s.own.name + ", version " + s.model().version();
+    return out;
+  }
+
+  std::string list_of_models() const {
+    std::string out = "{\"models\":[";
+    for (const Served& s : served_) {
+      const std::string kept = s.model().kept();
+      out += (&s == &served_.front() ? "{\"name\":" : ",{\"name\":") + json_string(s.own.name) + ",\"version\":" + json_string(s.model().version()) +
+             ",\"kept\":" + (kept.empty() ? "null" : json_string(kept)) + ",\"manifest\":" + json_string(s.manifest().digest) + "}";
+    }
+    return out + "]}\n";
+  }
+
+  Now now() const {
+    Now out{0, connections_.size(), parsing_, bodies_.used() + parsed_.used(), {}};
+    for (const Served& s : served_) {
+      out.queue += s.batcher.waiting();
+      out.versions.push_back({s.own.name, s.model().version(), s.model().kept()});
+    }
+    return out;
+  }
+
+  Reply health(const Ask& ask, const Served& m, bool away) const {
+    const std::string body = std::string("{\"status\":\"") + (draining_ ? "draining" : "ok") + "\",\"version\":" + json_string(m.model().version()) +
+                             ",\"manifest\":" + json_string(m.manifest().digest) + "}\n";
     return reply_of(ask, away ? 503 : 200, body);
   }
 
@@ -334,28 +409,65 @@ class Server {
     co_return co_await net::co_spawn(parsers_, work, net::use_awaitable);
   }
 
-  Task<Reply> predict(Ask& ask) {
+  Task<Reply> predict(Ask& ask, Served& m, const std::optional<std::string>& version) {
+    const bool bytes = media_type(ask) == BYTES;
+    const auto parse = [&](const Text& body, Job& job) { job.bags = (bytes ? from_bytes : from_json)(body, m.manifest(), &parsed_); };
+    const auto write = [&](const Part& part) { return reply_of(ask, 200, bytes ? to_bytes(part, m.manifest()) : to_json(part, m.manifest()), bytes ? BYTES : JSON); };
+    co_return co_await run(ask, m, version, parse, write);
+  }
+
+  Task<Reply> infer(Ask& ask, Served& m, const std::optional<std::string>& version) {
+    const auto begin = Clock::now();
+    const auto header = header_of(ask);
+    Wish wish;
+    const auto parse = [&](const Text& body, Job& job) {
+      Inference found = from_inference(body, header.value_or(body.size()), m.manifest(), &parsed_);
+      job.bags = std::move(found.bags);
+      wish = std::move(found.wish);
+      if (wish.timeout_us.value_or(0)) job.deadline = std::min(job.deadline, begin + std::chrono::microseconds(*wish.timeout_us));
+    };
+    const auto write = [&](const Part& part) {
+      Written out = to_inference(part, m.manifest(), m.own.name, wish);
+      const bool is_binary = std::any_of(wish.outputs.begin(), wish.outputs.end(), [](const Wish::Tensor& t) { return t.is_binary; });
+      Reply reply = reply_of(ask, 200, std::move(out.body), is_binary ? BYTES : JSON);
+      if (is_binary) reply.set(HEADER_LENGTH, std::to_string(out.header));
+      return reply;
+    };
+    co_return co_await run(ask, m, version, parse, write);
+  }
+
+  // Parses a body into a job, waits for its outcome, and writes the answer. parse: (body, job). write: part -> reply.
+  template <class P, class W> Task<Reply> run(Ask& ask, Served& m, const std::optional<std::string>& version, const P& parse, const W& write) {
     const auto begin = Clock::now();
     const auto limit = time_of(ask);
-    const bool bytes = media_type(ask) == BYTES;
-    const auto parse = [&] {
+    const auto read = [&] {
       auto job = std::make_unique<Job>();
+      if (limit) job->deadline = begin + *limit;
       const Text body = std::move(ask.body());  // freed before the job waits
-      job->bags = (bytes ? from_bytes : from_json)(body, model_.manifest, &parsed_);
-      job->ids_out_of_range = model_.check(job->bags.view());
+      parse(body, *job);
+      job->ids_out_of_range = m.model().check(job->bags.view());
       return job;
     };
     const bool is_long = ask.body().size() > SHORT;
-    std::unique_ptr<Job> job = co_await aside(is_long, parse);
-    if (limit) job->deadline = begin + *limit;
-    const Outcome outcome = co_await wait(job);
+    std::unique_ptr<Job> job = co_await aside(is_long, read);
+    const Outcome outcome = co_await wait(m.batcher, job);
     metrics_.predicted(std::chrono::duration<double>(Clock::now() - begin).count());
     if (const Problem* p = std::get_if<Problem>(&outcome)) co_return problem(ask, *p);
     const Part& part = std::get<Part>(outcome);
-    const auto write = [&] { return bytes ? to_bytes(part, model_.manifest) : to_json(part, model_.manifest); };
+    if (version && part.answer->version != *version) co_return problem(ask, 404, "the version was replaced before the request ran", *version, part.answer->version);
     const bool is_wide = numbers_of(part) > int64_t(SHORT);
-    std::string written = co_await aside(is_wide, write);
-    co_return reply_of(ask, 200, std::move(written), bytes ? BYTES : JSON);
+    const auto written = [&] { return write(part); };
+    co_return co_await aside(is_wide, written);
+  }
+
+  // Returns the bytes of JSON at the beginning of a body of the protocol, if tensors as bytes follow.
+  static std::optional<size_t> header_of(const Ask& ask) {
+    const std::string text(ask[HEADER_LENGTH]);
+    const size_t count = ask.count(HEADER_LENGTH);
+    if (!count) return {};
+    if (count > 1 || text.empty() || text.size() > 10 || text.find_first_not_of("0123456789") != std::string::npos)
+      throw Bad("`Inference-Header-Content-Length` is not a length", count > 1 ? "two or more" : text, "one whole number of at most ten digits");
+    return size_t(std::stoull(text));
   }
 
   // Returns how long the client waits, from Timeout-Ms.
@@ -369,11 +481,11 @@ class Server {
   }
 
   // Returns the outcome of a job: that of its batch, or that the queue is full.
-  Task<Outcome> wait(std::unique_ptr<Job>& job) {
-    auto begin = [this, &job](auto handler) {
+  Task<Outcome> wait(Batcher& batcher, std::unique_ptr<Job>& job) {
+    auto begin = [this, &batcher, &job](auto handler) {
       auto done = std::make_shared<decltype(handler)>(std::move(handler));
       job->done = [done](Outcome outcome) { std::move (*done)(std::move(outcome)); };
-      if (batcher_->push(job)) return;
+      if (batcher.push(job)) return;
       const std::string most = std::to_string(settings_.queue);
       net::post(io_, [done, most] { std::move (*done)(Problem{429, "too many requests wait", most, "to be asked again later"}); });
     };
@@ -381,10 +493,13 @@ class Server {
   }
 
   // Runs updates in another thread, one after the other.
-  Task<Reply> update(const Ask& ask, const std::string name, bool reload) {
-    auto work = [this, name, reload]() -> Task<std::optional<Problem>> {
+  Task<Reply> update(const Ask& ask, Served& m, std::string_view path) {
+    const bool reload = path == "/reload", back = path == "/rollback";
+    const std::string name = one_string(ask.body(), reload ? "weights" : back ? "version" : "path");
+    const auto& change = reload ? m.model().swap : back ? m.model().back : m.model().apply;
+    auto work = [&]() -> Task<std::optional<Problem>> {
       try {
-        (reload ? model_.swap : model_.apply)(name);
+        change(name);
         co_return std::nullopt;
       } catch (const Bad& e) {
         co_return Problem{400, e.problem, e.got, e.need};
@@ -393,17 +508,16 @@ class Server {
       }
     };
     const std::optional<Problem> wrong = co_await net::co_spawn(updater_, work, net::use_awaitable);
-    metrics_.reloaded(reload ? "weights" : "delta", !wrong);
+    metrics_.reloaded(reload ? "weights" : back ? "rollback" : "delta", !wrong);
     if (wrong) co_return problem(ask, *wrong);
-    co_return reply_of(ask, 200, "{\"version\":" + json_string(model_.version()) + "}\n");
+    co_return reply_of(ask, 200, "{\"version\":" + json_string(m.model().version()) + "}\n");
   }
 
-  Limits limits() const {
-    const int64_t most = model_.manifest.max_batch, asked = settings_.max_batch;
-    return {int(settings_.workers), size_t(settings_.queue), asked ? asked : most};
+  Limits limits(const Manifest& manifest) const {
+    const int64_t asked = settings_.max_batch;
+    return {int(settings_.workers), size_t(settings_.queue), asked ? asked : manifest.max_batch};
   }
 
-  const Model& model_;
   const Settings& settings_;
   Metrics metrics_;
   Memory bodies_{settings_.memory / 2}, parsed_{settings_.memory / 2};  // separate, so that a body that came in finds room to be parsed
@@ -415,15 +529,11 @@ class Server {
   std::list<Connection> connections_;
   bool draining_ = false;
   Clock::time_point drained_ = FOREVER;
-  std::optional<Batcher> batcher_{std::in_place, model_, metrics_, limits(), [this](Jobs jobs) {
-    net::post(io_, [jobs = std::move(jobs)] {
-      for (auto& job : jobs) job->done(std::move(job->outcome));
-    });
-  }};
+  std::list<Served> served_;  // after what their batchers use
 };
 
 }  // namespace
 
-void serve(const Model& model, const Settings& settings, const std::function<void(const std::string&, const std::string&)>& ready) { Server(model, settings).run(ready); }
+void serve(const std::vector<Named>& models, const Settings& settings, const std::function<void(const std::string&, const std::string&)>& ready) { Server(models, settings).run(ready); }
 
 }  // namespace funcrec::serving

@@ -40,6 +40,7 @@ const Setting ALL[] = {
     {"drain_s", &Settings::drain_s, "after SIGTERM, that an open connection may begin one more request", 0, 3600},
     {"checksums", &Settings::checksums, "whether all weights are read, at the start and at /reload, and those that were changed refused"},
     {"canary", &Settings::canary, "whether weights, at the start and in updates, have to answer the package's example with finite numbers"},
+    {"keep", &Settings::keep, "whether the weights that /reload replaces stay open, so that /rollback goes back to them"},
     {"updates", &Settings::updates, "the folder below which /reload and /delta may read; needs --admin"},
     {"admin", &Settings::admin, "where alone /reload and /delta are taken: a port of 127.0.0.1, ADDRESS:PORT, or a unix socket's path, with a /"},
     {"allowed_hosts", &Settings::allowed_hosts, "names, with commas between, that Host may have besides addresses and localhost; *: any, as where others than the loopback address are listened on"},
@@ -154,8 +155,7 @@ Settings settings_of(const std::vector<std::string>& arguments) {
       return out;
     }
     if (!a.starts_with("-")) {
-      if (!out.package.empty()) wrong("PATH", a, "one folder");
-      out.package = a;
+      out.packages.push_back(a);
       continue;
     }
     const size_t equals = a.find('=');
@@ -183,7 +183,9 @@ Settings settings_of(const std::vector<std::string>& arguments) {
 std::string usage() {
   const Settings defaults;
   std::ostringstream out;
-  out << "funcrec-serve PATH [flags]: answers POST /predict with the package in the folder PATH\n\n"
+  out << "funcrec-serve PATH [flags]: answers POST /predict with the package in the folder PATH\n"
+      << "funcrec-serve NAME=PATH NAME=PATH.. [flags]: answers for several packages, each below /models/NAME and /v2/models/NAME;\n"
+      << "a PATH may also be a folder of packages NAME, or of folders NAME with packages that are its versions\n\n"
       << "  --settings FILE      a JSON object of the flags below, with _ for -; a flag rules over it\n";
   for (const Setting& s : ALL) {
     std::string value = std::visit([&](auto field) {

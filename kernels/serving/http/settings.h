@@ -7,7 +7,7 @@
 namespace funcrec::serving {
 
 struct Settings {
-  std::string package;  // the folder
+  std::vector<std::string> packages;  // PATH and NAME=PATH, as models.h has them
   std::string host = "127.0.0.1";
   int64_t port = 8080;  // 0 for a free port, which is printed
   int64_t workers = 1, threads = 1;
@@ -17,6 +17,7 @@ struct Settings {
   double head_s = 5, timeout_s = 10, idle_s = 60, drain_s = 0.5;
   bool checksums = true;  // whether to read all weights once, at the start and at /reload
   bool canary = true;     // whether weights, also after a delta, must answer the example with finite numbers
+  bool keep = true;       // whether the weights that /reload replaces stay open, for /rollback
   std::string updates;    // the folder of weights and deltas; "" refuses both
   std::string admin;      // the address for /reload and /delta, in a form of listen.h
   std::string allowed_hosts;

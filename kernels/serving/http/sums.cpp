@@ -1,6 +1,6 @@
 // funcrec-serve-sums: the server with a model that needs no package. Its answers are known without running it, it fails
 // or waits on request, and it is small enough for a build with sanitizers. PATH is a word: `bare` has no dense columns,
-// any other word has 3.
+// any other word has 3; a number after a `-` is the version at the start, else 0.
 //
 //   score[b] = version + sum over dense of x + sum over features f and ids i of (f + 1) * weight * id     f32
 //   ids[b]   = how many ids the bag has in all features                                                  i64[B, 2]: twice
@@ -77,16 +77,30 @@ int64_t number_in(const File& file) {
 }  // namespace
 
 int main(int count, char** words) {
-  std::atomic<int64_t> version = 0;
-  return command(count, words, [&](const Settings& s) {
-    const int64_t columns = s.package == "bare" ? 0 : 3;
+  struct Versions {
+    std::atomic<int64_t> now = 0, kept = -1;
+    void take(int64_t next) { kept = now.exchange(next); }
+  };
+  return command(count, words, [](const Settings& s, const std::string& path) {
+    const int64_t columns = path == "bare" ? 0 : 3;
+    const auto v = std::make_shared<Versions>();
+    if (const size_t dash = path.rfind('-'); dash != path.npos) v->now = std::stoll(path.substr(dash + 1));
     return Model{
         manifest(columns),
         [columns](const Request& r) { return check(r, columns); },
-        [&version, columns](const Request& r) { return run(r, version, columns); },
-        [&] { return std::to_string(version); },
-        [&version, below = s.updates](const std::string& name) { version = number_in(Folder(name, below).file("version")); },
-        [&version, below = s.updates](const std::string& name) { version = number_in(open_file(name, below)); },
+        [v, columns](const Request& r) { return run(r, v->now, columns); },
+        [v] { return std::to_string(v->now); },
+        [v] { return v->kept < 0 ? std::string() : std::to_string(v->kept); },
+        [v](const std::string& version) {
+          if (version == std::to_string(v->now)) return;
+          if (version != std::to_string(v->kept)) throw Bad("no weights of this version are kept", version, std::to_string(v->kept));
+          v->take(v->kept);
+        },
+        [v, below = s.updates, keeps = s.keep](const std::string& name) {
+          v->take(number_in(Folder(name, below).file("version")));
+          if (!keeps) v->kept = -1;
+        },
+        [v, below = s.updates](const std::string& name) { v->now = number_in(open_file(name, below)); },
     };
   });
 }
