@@ -9,7 +9,7 @@ misses more.
 Shapes: C rows in memory, R rows of the table, W bytes of a record, n ranks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from funcrec.core import Problem
@@ -34,15 +34,24 @@ def part_of(table: TableConfig, share: float) -> TableConfig:
     return table if share == 1 else replace(table, num_embeddings=rows_in_memory(table, share))
 
 
-def all_ways(table: TableConfig, use: costs.Use, constraint: TableConstraint, ground: Ground) -> list[Way]:
-    """Return all ways to place the table, whole or with a part of its rows in memory."""
+def all_ways(
+    table: TableConfig,
+    use: costs.Use,
+    constraint: TableConstraint,
+    ground: Ground,
+    of_part: Callable[[TableConfig], list[Way]] | None = None,
+) -> list[Way]:
+    """Return all ways to place the table, whole or with a part of its rows in memory.
+
+    of_part: the ways to place the rows in memory; None for all that the constraint allows.
+    """
     told, out = constraint.in_memory, []
     tried = (1.0, *SHARES) if told is None else (told,)
     for share in tried if ground.hardware.disk_records_per_s else (1.0,):
         part = part_of(table, share)
         if share < 1 and told is None and part.num_embeddings < ROOM * use.distinct:
             continue
-        found = ways(part, use, constraint, ground)
+        found = ways(part, use, constraint, ground) if of_part is None else of_part(part)
         base = {} if share == 1 else misses_of(table, part, use, constraint, ground)
         more = lambda way: {k: way.base.get(k, 0.0) + base.get(k, 0.0) for k in way.base | base}  # noqa: B023
         out += [w._replace(key=(*w.key[:4], share), base=more(w)) for w in found]

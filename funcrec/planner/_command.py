@@ -25,7 +25,7 @@ from funcrec.mesh import Codec
 from funcrec.planner._hardware import Hardware
 from funcrec.planner._plan import plan
 from funcrec.planner._short import NoPlanError
-from funcrec.sharding import Plan
+from funcrec.sharding import Placement, Plan
 from funcrec.tables import FeatureConfig, TableConfig
 
 CALL = "python -m funcrec plan"
@@ -102,7 +102,8 @@ def read(path: Path) -> Any:
 def plan_of(spec: Any) -> Plan:
     """Return the plan for a specification.
 
-    `optimizer` is a name of `fr.optim`, and the `dtype` of a table is a name of torch.
+    `optimizer` is a name of `fr.optim`, and the `dtype` of a table is a name of torch. `placements` are those of
+    `Plan.to_json`.
     """
     check(CALL, spec_problems(spec))
     own = dict(spec)
@@ -111,6 +112,11 @@ def plan_of(spec: Any) -> Plan:
     for name, make in (("hardware", Hardware), ("codec", Codec)):
         if isinstance(own.get(name), Mapping):
             own[name] = make(**own[name])
+    if isinstance(own.get("hardware"), list):
+        own["hardware"] = [Hardware(**h) if isinstance(h, Mapping) else Hardware.named(h) for h in own["hardware"]]
+    if own.get("placements") is not None:
+        placement = lambda kind, axes=(), ranks=(): Placement(kind, tuple(axes), tuple(ranks))
+        own["placements"] = {n: placement(**p) for n, p in own["placements"].items()}
     if isinstance(own.get("optimizer"), str):
         own["optimizer"] = getattr(optim, own["optimizer"])()
     return plan(**own)
@@ -140,9 +146,24 @@ def spec_problems(spec: Any) -> Iterator[Problem]:
     codec, known = spec.get("codec"), list(inspect.signature(Codec).parameters)
     for name in (n for n in (codec if isinstance(codec, Mapping) else ()) if n not in known):
         yield Problem("`codec` has an unknown key.", f"{name!r}", f"one of {known}", kind=KeyError)
+    yield from _placement_problems(spec.get("placements") or {})
     name = spec.get("optimizer")
     if name is not None and (not isinstance(name, str) or name.startswith("_") or name not in OPTIMIZERS):
         yield Problem("`optimizer` is unknown.", repr(name), f"one of {list(OPTIMIZERS)}")
+
+
+def _placement_problems(given: Any) -> Iterator[Problem]:
+    """Report placements that are not {table: {"kind", "axes", "ranks"}}, as `Plan.to_json` writes them."""
+    if not isinstance(given, Mapping):
+        yield Problem("`placements` is not a mapping.", describe(given), "{table: {'kind': ...}}", kind=TypeError)
+        return
+    fields = ("kind", "axes", "ranks")
+    for table, p in given.items():
+        is_form = isinstance(p, Mapping) and "kind" in p and not set(p) - set(fields)
+        if not is_form or not all(isinstance(p.get(k, []), list) for k in fields[1:]):
+            got, need = describe(p) if not isinstance(p, Mapping) else f"{dict(p)}", '{"kind": .., "axes": [..]}'
+            hint = '{"kind": "row_wise", "axes": ["model"]}, and "ranks" for some kinds'
+            yield Problem(f"`placements[{table!r}]` is not a placement.", got, need, hint, TypeError)
 
 
 def _config_problems(key: str, given: Any, config: Callable) -> Iterator[Problem]:

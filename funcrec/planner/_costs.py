@@ -4,8 +4,8 @@
 
 Each phase of a step ends for all ranks at an exchange, so the slowest rank of each phase counts. An exchange costs its
 latency and its bytes. A bank costs a launch and its bytes. Tables that share an exchange or a bank pay for it once.
-The model leaves out the dense part, costs that all plans share, differences of a batch from the averages, caches,
-latencies that grow with the ranks, and ranks that differ in memory or speed. Shapes: B bags on each rank, I ids of a
+The model leaves out the dense part, costs that all plans share, differences of a batch from the averages, caches
+and latencies that grow with the ranks. Shapes: B bags on each rank, I ids of a
 table on each rank, n ranks on the placement's axes, of which m share a block's rows, N all ranks, g = N / n copies,
 R rows, w columns of a block, D of the table, U distinct rows.
 """

@@ -5,11 +5,24 @@
 Hardware is a plain value, so that a plan for a thousand devices needs no device.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from funcrec.core import Count, Magnitude, PositiveMagnitude, Size, check, field_problems, plain_numbers, typed
+from funcrec.core import (
+    Count,
+    Magnitude,
+    PositiveMagnitude,
+    Problem,
+    Size,
+    check,
+    describe,
+    field_problems,
+    plain_numbers,
+    typed,
+)  # fmt: skip
 from funcrec.mesh import Mesh
+from funcrec.sharding import Plan
 
 GB = 10**9
 CUDA_LAUNCH_S = 10e-6
@@ -101,6 +114,46 @@ class Hardware:
             found["memory_bytes"] = memory_bytes
         return Hardware("measured", **found)
 
+    @staticmethod
+    @typed
+    def from_run(
+        runs: Sequence[tuple[Sequence[Mapping[str, Any]], Plan]], *, hardware: Any, rest_s: Magnitude | None = None
+    ) -> "Hardware":
+        """Return hardware whose rates agree with measured steps.
+
+            seconds of a step = rest_s + own · (lookup + update) + exchange · (exchange)
+
+        The estimates on the right are those of a run's plan, each of its slowest rank. The left side is 1 / the median
+        of the history's "steps_per_s"; no other column is read. The factors have the least squares of relative errors.
+        `own` divides memory_bytes_per_s and multiplies launch_s. `exchange` divides both link speeds and multiplies
+        both latencies, because a plan does not estimate them separately. Memory and disk stay.
+
+        Args:
+          runs: (history of `fr.fit`, the plan of the run) for each run. The plans are those of `fr.plan` for
+            `hardware`; a plan made by hand is rated by `fr.plan(placements=...)`.
+          hardware: the hardware of the plans' estimates, a Hardware or "h100", "h200", "a100", "cpu".
+          rest_s: the seconds of a step without its tables. None learns them too, so one more run is needed.
+
+        Raises:
+          ValueError: if the runs say nothing about a factor: fewer runs than unknowns, or estimates in one proportion;
+            or if steps become faster where the estimate becomes slower.
+
+        Law: if the steps of runs take the estimates for some hardware, and `rest_s`, that hardware is learnt.
+
+        Example:
+          >>> import funcrec as fr
+          >>> tables, features = (fr.TableConfig("item", 10**6, 64),), (fr.FeatureConfig("item", table="item"),)
+          >>> plan = fr.plan(tables, features, {"model": 1}, batch_size=4096, hardware="cpu")
+          >>> history = [{"steps_per_s": 1 / (0.01 + 2 * plan.report.seconds)}]
+          >>> learnt = fr.Hardware.from_run([(history, plan)], hardware="cpu", rest_s=0.01)
+          >>> round(learnt.memory_bytes_per_s / 1e9, 3)  # half of 10
+          5.0
+        """
+        from funcrec.planner._learnt import learnt  # `_learnt` makes Hardware
+
+        check("funcrec.Hardware.from_run", known_problems(hardware))
+        return learnt(runs, KNOWN[hardware] if isinstance(hardware, str) else hardware, rest_s)
+
 
 # -- those that are known -------------------------------------------------------------------------------------------
 
@@ -111,3 +164,13 @@ KNOWN = {
     "a100": Hardware("a100", 80 * GB, 2.04e12, 300e9, 25e9, 8, 11.8e-6, 22.4e-6, CUDA_LAUNCH_S),
     "cpu": Hardware("cpu", 16 * GB, 10e9, 1e9, 1e9, 2, 2e-4, 2e-4, 1.6e-4),
 }
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def known_problems(hardware: Any) -> Iterator[Problem]:
+    is_name = isinstance(hardware, str)
+    if not isinstance(hardware, Hardware) and not (is_name and hardware in KNOWN):
+        got, need = repr(hardware) if is_name else describe(hardware), f"a Hardware, or one of {list(KNOWN)}"
+        yield Problem("`hardware` is unknown.", got, need, kind=ValueError if is_name else TypeError)

@@ -2,7 +2,7 @@
 
     whole:    y[i, o] ∈ {0, 1}, Σ_o y = 1;   x[i, o, shard, place] ∈ {0, 1}, Σ_place x = y;   M_k ≥ load[k, rank]
     options:  without places: N · M_k ≥ Σ_ranks load, M_k ≥ the largest shard + the load that all ranks have of other
-      items
+      items; for uneven ranks, N is Σ_r 1 / slowness_r
     for k of `once`, in both: M_k ≥ Σ_o base · y[i, o] for each item i
 
 Every plan solves the second program, so its bound holds for all plans. The programs count equal shards of an option,
@@ -119,7 +119,9 @@ def relax(packing: Packing, nodes: int, beside: bool = True) -> Relaxed:
     beside: whether a shard's rank also has the loads that every rank has.
     """
     sums, tops, lows, size = totals(packing), peaks(packing), floors(packing), len(packing.weights)
-    least = np.sum([np.min(own, 0) for own in sums], 0) / packing.num_ranks if sums else np.zeros(size)
+    pace = packing.pace
+    room, slowest = (1 / pace).sum(1), pace.max(1)  # load that the ranks take together, for each unit of M
+    least = np.sum([np.min(own, 0) for own in sums], 0) / room if sums else np.zeros(size)
     units = _units(packing, least)
     guess = float(np.dot(packing.weights, units)) or 1.0
     program = Program([], [], [], [], [], [], [], [])
@@ -132,13 +134,11 @@ def relax(packing: Packing, nodes: int, beside: bool = True) -> Relaxed:
             users = [[v for v, t in zip(own, ts) if t[k]] for own, ts in zip(chosen, tops)]
             _once(program, most[k], users, 1 / units[k])
             continue
-        terms = [
-            (v, -s[k] / packing.num_ranks / units[k]) for own, ss in zip(chosen, sums) for v, s in zip(own, ss) if s[k]
-        ]
+        terms = [(v, -s[k] / room[k] / units[k]) for own, ss in zip(chosen, sums) for v, s in zip(own, ss) if s[k]]
         if terms:
             program.row([(most[k], 1.0), *terms], 0.0, np.inf)
         _tallest(program, most[k], chosen, [[t[k] / units[k] for t in own] for own in tops],
-            [[x[k] / units[k] if beside else 0.0 for x in own] for own in lows])  # fmt: skip
+            [[x[k] / units[k] if beside else 0.0 for x in own] for own in lows], slowest[k])  # fmt: skip
     got = solve(program, nodes, 1e-5)
     bound = max(got.bound, 0.0) * guess / SCALE
     if got.x is None:
@@ -146,13 +146,17 @@ def relax(packing: Packing, nodes: int, beside: bool = True) -> Relaxed:
     return Relaxed([int(np.argmax([got.x[v] for v in own])) for own in chosen], bound)
 
 
-def _tallest(program: Program, most: int, chosen: Sequence, tops: Sequence, lows: Sequence) -> None:
-    """Add M ≥ L + Σ_o (top - low) · y[i, o] for each item i whose top may be the largest.
+def _tallest(
+    program: Program, most: int, chosen: Sequence, tops: Sequence, lows: Sequence, slowest: float = 1.0
+) -> None:
+    """Add M ≥ L + Σ_o (top - low) · y[i, o] for each item i whose top may be the largest, and M ≥ slowest · L.
 
-    L = Σ low · y is the load that every rank has.
+    L = Σ low · y is the load that every rank has, also the slowest.
     """
     every = program.variable(np.inf, 0)
     program.row([(every, 1.0), *((v, -x) for own, xs in zip(chosen, lows) for v, x in zip(own, xs) if x)], 0.0, np.inf)
+    if slowest > 1:
+        program.row([(most, 1.0), (every, -slowest)], 0.0, np.inf)
     for i in sorted(range(len(chosen)), key=lambda i: -max(tops[i]))[:NEAR_TOP]:
         terms = [(v, x - t) for v, t, x in zip(chosen[i], tops[i], lows[i]) if t != x]
         program.row([(most, 1.0), (every, -1.0), *terms], 0.0, np.inf)
@@ -242,7 +246,7 @@ def _item(
             for k, amount in zip(own.used, own.shards[numbers[0]] / units[own.used], strict=True):
                 for p, x in xs.items() if amount else ():
                     for r in own.ranks[p]:
-                        add(k, r, x, amount)
+                        add(k, r, x, amount * loads.pace[k, r])
             groups.append((numbers, xs))
         if own.how == "apart":
             for p in fits:

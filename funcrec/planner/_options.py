@@ -37,6 +37,7 @@ class Ground(NamedTuple):
     sizes: {axis: number of ranks} of one copy.
     mesh: {axis: number of ranks}, also of the axes of copies that train apart. It decides on which host a rank is.
     slot_bytes: (table, width) -> bytes of the optimizer state of a row.
+    slowness: of each rank, as `Packing` has it.
     back: the columns of a block's gradients: "block" for the block's own, "row" for all columns of the row (an
       optimizer that reads whole rows).
     """
@@ -52,6 +53,7 @@ class Ground(NamedTuple):
     back: str
     is_joint: bool
     label: Callable[[str], Hashable]
+    slowness: tuple[float, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -147,11 +149,15 @@ def _of_axes(
     ):
         if ground.is_joint and k > 1:
             continue
-        out.append(_way(kind, axes, k, [places[i] for i in allowed], allowed, table, use, ground))
+        out.append(one_way(kind, axes, k, [places[i] for i in allowed], allowed, table, use, ground))
     return out
 
 
-def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: Ground) -> Way:
+def one_way(
+    kind: str, axes: tuple[str, ...], k: int, places: Sequence[tuple[int, ...]], numbers: Sequence[int],
+    table: TableConfig, use: Use, ground: Ground,
+) -> Way:  # fmt: skip
+    """Return the way to place a table in k blocks of columns on some places. numbers: of the places on the axes."""
     sizes = dict(ground.sizes)
     n = prod(sizes[a] for a in axes)
     inner = sizes[axes[1]] if kind in ("table_row_wise", "grid") else 1
@@ -317,7 +323,7 @@ def packing_of(
     caps = [Cap("memory", factors, limit)]
     if ground.hardware.disk_bytes:
         caps.append(Cap("disk", tuple(float(k == DISK) for k in keys), ground.hardware.disk_bytes))
-    return Packing(items, ground.num_ranks, weights, tuple(caps), once)
+    return Packing(items, ground.num_ranks, weights, tuple(caps), once, ground.slowness, (keys[LOOKUP], keys[UPDATE]))
 
 
 def _price(key: Hashable, some: Mapping[tuple, TableConfig], ground: Ground) -> tuple[float, float]:

@@ -52,13 +52,26 @@ class Cap(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """A problem. weights: f[K], the weights in the objective. once: resources that only bases load, by 1 or 0."""
+    """A problem. weights: f[K], the weights in the objective. once: resources that only bases load, by 1 or 0.
+
+    slowness: f[N], the factors, 1 or more, of a rank's loads of the resources `timed`; () for even ranks.
+    """
 
     items: tuple[Item, ...]
     num_ranks: int
     weights: tuple[float, ...]
     caps: tuple[Cap, ...] = ()
     once: tuple[int, ...] = ()
+    slowness: tuple[float, ...] = ()
+    timed: tuple[int, ...] = ()
+
+    @property
+    def pace(self) -> np.ndarray:
+        """Return the factor of each resource's load on each rank, f[K, N]."""
+        out = np.ones((len(self.weights), self.num_ranks))
+        if self.slowness:
+            out[list(self.timed)] = self.slowness
+        return out
 
     @property
     def ceilings(self) -> np.ndarray:
@@ -89,7 +102,8 @@ class Arrays(NamedTuple):
     how: str
 
 
-def arrays_of(option: Option, num_resources: int, num_ranks: int) -> Arrays:
+def arrays_of(option: Option, num_resources: int, num_ranks: int, pace: np.ndarray | None = None) -> Arrays:
+    """Return the option in numpy. pace: f[K, N], the factors of loads on ranks; None for 1."""
     shards = np.array(option.shards, dtype=np.float64).reshape(-1, num_resources)
     base = np.array(option.base or (0.0,) * num_resources, dtype=np.float64)[:, None]
     ranks = np.array(option.places, dtype=np.int64).reshape(len(option.places), -1)
@@ -98,6 +112,7 @@ def arrays_of(option: Option, num_resources: int, num_ranks: int) -> Arrays:
         for i, shard in enumerate(shards):
             base[:, ranks[i if option.how == "fixed" else 0]] += shard[:, None]
         shards, ranks = shards[:0], ranks[:0]
+    base = base if pace is None else base * pace
     used = np.flatnonzero((shards != 0).any(0) | (base != 0).any(1))
     return Arrays(used, shards[:, used], ranks, base[used], option.how)
 
@@ -115,7 +130,9 @@ class Loads:
         limits = np.array([c.limit for c in packing.caps], dtype=np.float64)
         self.factors = self.factors / np.maximum(limits, 1e-300)[:, None]  # a cap holds if factors · M is at most 1
         self.ceilings = packing.ceilings
-        self.options = [[arrays_of(o, size, packing.num_ranks) for o in item.options] for item in packing.items]
+        self.pace = packing.pace
+        own = self.pace if packing.slowness else None
+        self.options = [[arrays_of(o, size, packing.num_ranks, own) for o in item.options] for item in packing.items]
         self.load = np.zeros((size, packing.num_ranks))
         self.most = np.zeros(size)
         self.choices: list[Choice | None] = [None] * len(packing.items)
@@ -147,7 +164,8 @@ class Loads:
         own = self.options[item][choice.option]
         self.load[own.used] += sign * own.base
         for shard, place in zip(own.shards, choice.places, strict=True):
-            self.load[own.used[:, None], own.ranks[place][None, :]] += sign * shard[:, None]
+            at = own.used[:, None], own.ranks[place][None, :]
+            self.load[at] += sign * shard[:, None] * self.pace[at]
 
     def put(self, item: int, choice: Choice) -> None:
         self._add(item, choice, 1.0)
@@ -176,12 +194,14 @@ class Loads:
         used, most, load, pull = own.used, self.most.copy(), self.load[own.used] + own.base, self._pull
         most[used] = np.maximum(most[used], np.minimum(load.max(1), self.ceilings[used]))
         chosen: list[int] = []
+        pace = self.pace[used]
         near, free = 0.0, np.ones(len(own.ranks), dtype=bool)
         while len(chosen) < len(own.shards):
             shard = own.shards[len(chosen)]
             alike = (own.shards[len(chosen) :] == shard).all(1)
             num = 1 if own.how != "apart" else len(alike) if alike.all() else int(np.argmin(alike))
-            there = np.minimum((load[:, own.ranks].max(-1) + shard[:, None]).T, self.ceilings[used])  # [P, U]
+            more = load[:, own.ranks] + shard[:, None, None] * pace[:, own.ranks]
+            there = np.minimum(more.max(-1).T, self.ceilings[used])  # [P, U]
             costs = self._costs_with(most, used, np.maximum(there, most[used]))
             costs[~free] = np.inf
             costs = np.maximum(costs, costs.min() * (1 + 1e-12))  # costs that are equal within rounding
@@ -193,7 +213,7 @@ class Loads:
             )
             for place in map(int, places):
                 chosen.append(place)
-                load[:, own.ranks[place]] += shard[:, None]
+                load[:, own.ranks[place]] += shard[:, None] * pace[:, own.ranks[place]]
                 free[place] = own.how != "apart"
             most[used] = np.maximum(most[used], there[places].max(0))
             near = max(near, float(pulls[places].max()))

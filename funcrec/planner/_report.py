@@ -122,6 +122,7 @@ def _table_line(
         for (rows, w), b in zip(shapes, blocks)
     )
     work = max(s[LOOKUP] + s[UPDATE] for s in way.shards)
+    work *= max((ground.slowness[r] for r in ranks), default=1.0) if ground.slowness else 1.0
     seconds = work + way.base.get(EXCHANGE, 0.0) + way.base.get(LAUNCH, 0.0)
     rows = None if way.key[4] == 1 else table.num_embeddings
     return TableLine(table.name, placement.kind, tuple(ranks), shapes, int(size * copies), float(seconds), why, rows)

@@ -48,13 +48,13 @@ def fail_short(
         if free_least <= limit:
             one = next((n for n in constrained[:MOST_TRIED] if least_bytes(lifted([n]))[0] <= limit), None)
             which = f"of table {one!r}" if one else f"of tables {constrained[:6]}"
-            hint = f"lift the constraints {which} (then {_mb(free_least)} would do), or {hint}"
+            hint = f"lift the constraints {which} (then {size_text(free_least)} would do), or {hint}"
     found_it = "" if is_proved else ", in the leanest plan that was found"
-    need = f"{_mb(least)} on every rank{found_it}: {_mb(least - limit)} more"
+    need = f"{size_text(least)} on every rank{found_it}: {size_text(least - limit)} more"
     if least <= limit:
-        need = f"a plan below it: parts that are too large to lie side by side; the least sum is {_mb(least)}"
+        need = f"a plan below it: parts that are too large to lie side by side; the least sum is {size_text(least)}"
         hint = "a higher `effort`, or more memory"
-    got = f"{_mb(limit)} on a rank, its reserve apart"
+    got = f"{size_text(limit)} on a rank, its reserve apart"
     fail(call, "the tables do not fit into memory.", got=got, need=need, hint=hint, kind=NoPlanError)
 
 
@@ -86,9 +86,16 @@ def _fail_disk(call: str, packing: Packing) -> None:
         others = (*packing.caps[:i], *packing.caps[i + 1 :])
         solved = solve(packing._replace(weights=cap.factors, caps=others))
         if solved.choices is not None and solved.objective > cap.limit:
-            need = f"{_mb(solved.objective)} on every rank's disk, for the stores of tables larger than memory"
+            need = f"{size_text(solved.objective)} on every rank's disk, for the stores of tables larger than memory"
             hint = f"disk_bytes={int(solved.objective * 1.001) + 1}, more ranks, or more memory"
-            fail(call, "the stores do not fit on the disk.", got=_mb(cap.limit), need=need, hint=hint, kind=NoPlanError)
+            fail(
+                call,
+                "the stores do not fit on the disk.",
+                got=size_text(cap.limit),
+                need=need,
+                hint=hint,
+                kind=NoPlanError,
+            )
 
 
 def least_bytes(packing: Packing) -> tuple[float, bool]:
@@ -98,5 +105,5 @@ def least_bytes(packing: Packing) -> tuple[float, bool]:
     return solved.objective, solved.gap < 1e-3
 
 
-def _mb(size: float) -> str:
+def size_text(size: float) -> str:
     return f"{size / 1e9:.3g} GB" if abs(size) >= 1e9 else f"{size / 1e6:.3g} MB"

@@ -77,6 +77,7 @@ from funcrec.sharding.placement._placement import table_column_wise as table_col
 from funcrec.sharding.placement._placement import table_row_wise as table_row_wise
 from funcrec.sharding.placement._placement import table_wise as table_wise
 from funcrec.sharding.placement._plan import Plan as Plan
+from funcrec.sharding.placement._plan import fit_problems as fit_problems
 from funcrec.sharding.placement._report import RankLine as RankLine
 from funcrec.sharding.placement._report import Report as Report
 from funcrec.sharding.placement._report import TableLine as TableLine

@@ -55,8 +55,11 @@ def best_of_all(packing: Packing) -> float:
     """Return the least objective of all plans within the caps, or infinity without such a plan."""
     own = [[load for o in item.options for load in _loads(packing, o)] for item in packing.items]
     best, weights = np.inf, np.array(packing.weights)
+    factor = np.ones((len(weights), packing.num_ranks))
+    for k in packing.timed if packing.slowness else ():
+        factor[k] = packing.slowness
     for loads in itertools.product(*own):
-        most = sum(loads, np.zeros((len(weights), packing.num_ranks))).max(1)
+        most = (factor * sum(loads, np.zeros(factor.shape))).max(1)
         most = [min(m, 1.0) if k in packing.once else m for k, m in enumerate(most)]
         if all(np.dot(c.factors, most) <= c.limit * (1 + 1e-12) for c in packing.caps):
             best = min(best, float(weights @ most))

@@ -48,6 +48,15 @@ def test_the_command_prints_and_writes_the_plan_of_the_call(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == same.table().strip() and "<svg" in picture.read_text()
 
 
+def test_the_command_rates_the_placements_of_a_plan(tmp_path, capsys):
+    """With the placements that `to_json` wrote, and hardware for each rank, the command rates this plan."""
+    made = {"item": fr.row_wise("local"), "user": fr.table_wise(("node", "local"), rank=3)}
+    own = json.loads(fr.Plan(made).to_json())["placements"]
+    out = tmp_path / "plan.json"
+    assert run(tmp_path, {**SPEC, "placements": own, "hardware": ["a100"] * 8}, "--out", str(out)) == 0
+    assert fr.Plan.from_json(out.read_text()) == fr.Plan(made) and "row_wise" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "change, code, part",
     [
@@ -57,6 +66,10 @@ def test_the_command_prints_and_writes_the_plan_of_the_call(tmp_path, capsys):
         ({"tables": [{"name": "item", "rows": 3}]}, 2, "`tables[0]` has an unknown key"),
         ({"features": 3}, 2, "`features` is not a list of mappings"),
         ({"tables": [{"name": "item", "num_embeddings": 3, "embedding_dim": 2, "dtype": "nn"}]}, 2, "is not a dtype"),
+        ({"placements": {"item": "row_wise"}}, 2, "is not a placement"),
+        ({"placements": [1]}, 2, "`placements` is not a mapping"),
+        ({"placements": {"item": {"kind": "row_wise", "axes": "x"}}}, 2, "is not a placement"),
+        ({"hardware": ["a100"]}, 2, "one entry for each rank"),
         ({"codec": {"x": 1}}, 2, "`codec` has an unknown key"),
         ({"mesh": {}}, 2, "a mesh has no axes"),
         ("[1]", 2, "is not a mapping"),
