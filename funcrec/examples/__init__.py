@@ -2,6 +2,7 @@
 
 .. include:: OWN_DATA.md
 .. include:: README.md
+.. include:: CLUSTERS.md
 """
 
 import funcrec.core as _core
