@@ -7,16 +7,17 @@ Shapes: R rows of a table, n rows read, D dim.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, paths, tree_structure, typed
-from funcrec.grad._row_tables import HeldRows, places_of, with_room
+from funcrec.grad._row_tables import HeldRows, holds_vocabularies, places_of, with_room
 from funcrec.grad._value_and_grad import find_sites, params_problems
 from funcrec.jagged import is_concrete
-from funcrec.tables import Params, RowGrads, TableRef, is_plain, summed
+from funcrec.tables import Params, RowGrads, TableRef, is_plain, kind_of_tables, map_parts, summed
 
 CALL = "funcrec.of_rows"
 
@@ -67,7 +68,7 @@ def of_rows(fn: Callable[..., Any], params: Params, *args: Any, **kwargs: Any) -
     Args:
       fn: (params, *args, **kwargs) -> a tree of tensors, such as a loss or predictions. It reads tables only through
         lookups, any number of times, under any names, and next to other tables.
-      params: the tables are a plain dict {name: f[R, D]}.
+      params: the tables are a plain dict {name: f[R, D]}, or `dynamic_tables`, whose vocabularies stay as they are.
       args, kwargs: the other arguments. They are part of the returned function.
 
     Returns:
@@ -76,7 +77,9 @@ def of_rows(fn: Callable[..., Any], params: Params, *args: Any, **kwargs: Any) -
       program of `fr.jit`, or under vmap, where numbers cannot be read, it is the number of ids.
 
     Raises:
-      TypeError: if the tables are of another kind (sharded, growing, quantised), or are used densely.
+      TypeError: if the tables are of another kind (sharded, cached, quantised), or are used densely.
+
+    The result pickles where `fn` and the other arguments do, with the rows read and without the rest of the tables.
 
     Law: `of.fn(of.params) == fn(params, *args, **kwargs)`, bit for bit, and its derivatives by rows are those of `fn`
       by the dense tables. The rows are those of the first call: where fn would read another row of a table, because it
@@ -100,12 +103,34 @@ def of_rows(fn: Callable[..., Any], params: Params, *args: Any, **kwargs: Any) -
     heights = {n: shapes[n][0] for n in rows}
     own = Params({n: taken(params.tables[n], rows[n], params.tables[n], heights[n]) for n in rows}, params.dense)
 
-    def small(point: Params) -> Any:
-        check("funcrec.OfRows.fn", point_problems(own, point))
-        held = {n: TableRef(HeldRows(x, rows[n], heights[n]), n) for n, x in point.tables.items()}
-        return fn(Params(held, point.dense), *args, **kwargs)
+    no_row = lambda t: HeldRows(t[:1].clone(), torch.full((1,), t.shape[0], device=t.device), t.shape[0])
+    others = None if is_plain(params.tables) else map_parts(lambda _, t: no_row(t), params.tables)
+    return OfRows(RowsFunction(fn, args, kwargs, own, rows, heights, others), own, rows, shapes)
 
-    return OfRows(small, own, rows, shapes)
+
+@dataclass(eq=False, repr=False)
+class RowsFunction:
+    """The function `fn` of an OfRows. It pickles where the user's function and its other arguments do.
+
+    like: parameters of the function. others: None, or tables of another kind than a dict, with rows held of none."""
+
+    fn: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    like: Params
+    rows: dict[str, Tensor]
+    heights: dict[str, int]
+    others: Any
+
+    def __repr__(self) -> str:
+        return f"<{getattr(self.fn, '__name__', type(self.fn).__name__)} of rows>"
+
+    def __call__(self, params: Params) -> Any:
+        check("funcrec.OfRows.fn", point_problems(self.like, params))
+        held = {n: TableRef(HeldRows(x, self.rows[n], self.heights[n]), n) for n, x in params.tables.items()}
+        if self.others is not None:
+            held = map_parts(lambda n, t: held[n] if n in held else TableRef(t, n), self.others)
+        return self.fn(Params(held, params.dense), *self.args, **self.kwargs)
 
 
 def distinct(grads: RowGrads) -> Tensor:
@@ -138,11 +163,19 @@ def taken(table: Tensor | RowGrads | None, rows: Tensor, like: Tensor, height: i
 
 
 def kind_problems(params: Params) -> Iterator[Problem]:
-    if not is_plain(params.tables):
-        hint = "fr.gather_tables(tables), fr.dequantize(tables), cached.gather(params)"
-        yield Problem(
-            "`params.tables` are not plain tables.", describe(params.tables), "{name: f[R, D]}", hint, TypeError
-        )
+    if not is_plain(params.tables) and not holds_vocabularies(params.tables):
+        what, need = "`params.tables` are not plain tables.", "{name: f[R, D]}, or dynamic_tables in memory"
+        yield Problem(what, describe(params.tables), need, hint_for(params.tables), TypeError)
+
+
+def hint_for(tables: Mapping) -> str:
+    """Return what to try in place of another kind of tables."""
+    kind = kind_of_tables(tables)
+    if kind.layout(tables) is not None:
+        return "fr.gather_tables(tables, mesh), on one process"
+    if kind.follows(tables):
+        return "the gather(params) of the fr.cached_step that trains them, which returns all rows"
+    return "the float tables, such as `.tables` of fake_quantize: a rounded row has no curvature"
 
 
 def direction_problems(of: OfRows, direction: object) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ from funcrec.tables import (
     gather_rows,
     is_plain,
     is_read,
+    kind_of_tables,
     lookup_forms,
     num_bags_of,
     pooled_lookup,
@@ -51,12 +52,14 @@ class HeldRows:
     device = property(lambda self: self.held.device)
 
     @staticmethod
-    def joined(tables: Mapping[str, "HeldRows | Tensor"]) -> "RowTables":
-        """Return tables whose lookups read held rows and plain tables."""
+    def joined(tables: Mapping[str, "HeldRows | Tensor"]) -> Mapping:
+        """Return tables whose lookups read held rows and plain tables. Vocabularies keep finding the rows of ids."""
+        if holds_vocabularies(tables):
+            return replace(tables, tables=RowTables(dict(tables)))
         if not is_plain(tables):
             fail(
                 "funcrec.of_rows", "the function reads its tables as another kind of tables.", got=describe(tables),
-                need="lookups of plain tables", hint="of_rows, hvp of the loss of plain tables", kind=TypeError,
+                need="lookups of plain or dynamic tables", hint="a loss that reads tables as they are", kind=TypeError,
             )  # fmt: skip
         return RowTables(dict(tables))
 
@@ -67,6 +70,13 @@ class RowTables:
 
     def __init__(self, parts: dict[str, HeldRows | Tensor]):
         self.parts = parts
+
+
+def holds_vocabularies(tables: Mapping) -> bool:
+    """Return whether these are whole, trained tables that follow vocabularies: `dynamic_tables`, all rows in memory."""
+    kind = kind_of_tables(tables)
+    follows = kind.follows(tables) and kind.layout(tables) is None and kind.is_trained(tables)
+    return bool(follows) and set(kind.follows(tables)) == set(kind.any_ids(tables))  # a cache's ids are rows of a store
 
 
 def places_of(rows: Tensor, wanted: Tensor, height: int) -> tuple[Tensor, Tensor]:
