@@ -54,7 +54,6 @@ from funcrec.mesh._shard_map import unshard as unshard
 from funcrec.mesh._spec import P as P
 from funcrec.mesh.processes._alike import digest as digest
 from funcrec.mesh.processes._alike import form_text as form_text
-from funcrec.mesh.processes._alike import is_broken as is_broken
 from funcrec.mesh.processes._alike import others_changed as others_changed
 from funcrec.mesh.processes._alike import staged as staged
 from funcrec.mesh.processes._bytes import swap_bytes as swap_bytes
@@ -63,6 +62,7 @@ from funcrec.mesh.processes._groups import twins_of as twins_of
 from funcrec.mesh.processes._together import Ranks as Ranks
 from funcrec.mesh.processes._together import apart_problems as apart_problems
 from funcrec.mesh.processes._together import called_by_all_ranks as called_by_all_ranks
+from funcrec.mesh.processes._together import is_broken as is_broken
 from funcrec.mesh.processes._together import say as say
 from funcrec.mesh.processes._together import together as together
 from funcrec.mesh.processes._together import words_of as words_of

@@ -35,14 +35,8 @@ from funcrec.mesh._mesh import Mesh, ambient_mesh
 from funcrec.mesh._parts import Part, axis_problems, cut, flatten_parts, join, match_specs, size_problems
 from funcrec.mesh._same import is_readable, unequal, unequal_over_ranks
 from funcrec.mesh._spec import P
-from funcrec.mesh.processes._alike import (
-    RankForm,
-    agree_on_program,
-    apart_over_ranks,
-    broken_off,
-    report_failure,
-    staged,
-)
+from funcrec.mesh.processes._alike import RankForm, agree_on_program, apart_over_ranks, report_failure, staged
+from funcrec.mesh.processes._together import broken_off
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -152,7 +146,7 @@ def reported_to_ranks(mesh: Mesh | None, args: Any, names: Sequence[str] = (), i
         with contextlib.suppress(RuntimeError):  # the other ranks have failed too, in another place
             device = torch.device(where.device_mesh.device_type)
             with bind(where.bound_axes(names or where.axis_names, device)):
-                report_failure(error, names or where.axis_names, device)
+                report_failure(error, names or where.axis_names)
         raise
 
 
@@ -282,7 +276,7 @@ def _lost_ranks() -> Iterator[None]:
 def _check_alike(call: str, parts: Sequence[Part], names: Sequence[str], alike: Mapping[int, str]) -> None:
     told = [RankForm.of(p, p.path.startswith(tuple(alike.values()))) for p in parts]
     if all(is_readable(x) for p in parts for x in _tensors(p)):
-        raise_for(call, apart_over_ranks(told, names, _device(parts)))
+        raise_for(call, apart_over_ranks(told, names))
     elif staged.get() and alike:
         agree_on_program(f"funcrec.jit({staged.get()})", [t for t in told if t.form], bound_axis(call, names[0]).group)
 

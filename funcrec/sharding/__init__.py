@@ -57,10 +57,10 @@ from funcrec.sharding.moves._accumulated import whole_shape as whole_shape
 from funcrec.sharding.moves._gather_rows import Rows as Rows
 from funcrec.sharding.moves._gather_rows import bank_problems as bank_problems
 from funcrec.sharding.moves._gather_rows import blank_banks as blank_banks
+from funcrec.sharding.moves._gather_rows import followed_problems as followed_problems
 from funcrec.sharding.moves._gather_rows import move as move
 from funcrec.sharding.moves._gather_rows import places as places
 from funcrec.sharding.moves._gather_rows import rows_of as rows_of
-from funcrec.sharding.moves._send_cells import followed_problems as followed_problems
 from funcrec.sharding.moves._send_cells import send_rows as send_rows
 from funcrec.sharding.placement._layout import Layout as Layout
 from funcrec.sharding.placement._layout import layout_of as layout_of

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, is_wrapped, typed
-from funcrec.mesh import Codec, Mesh, codec_problems
+from funcrec.core import Problem, check, describe, is_wrapped, tree_leaves, typed
+from funcrec.mesh import Codec, Mesh, Ranks, codec_problems, is_readable, together
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import (
     Layout,
@@ -85,9 +85,7 @@ def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     Source: TorchRec's state_dict, whose shards a checkpoint joins.
     """
     call = "funcrec.gather_state"
-    check(call, sharded_problems(state))
-    check(call, mesh_problems(state.tables.layout, mesh), slot_problems(state))
-    check(call, copy_problems(state.tables.layout, leaves_of(state), mesh))
+    check_on_ranks(call, "gather a state", state, mesh)
     rows, reads = dict(state.tables.layout.shapes), readers(state, mesh)
     whole = {n: {k: read(0, rows[n][0]) for k, read in own.items()} for n, own in reads.items()}
     tables = join_parts(with_whole_rest(state.tables, mesh), {n: own.pop("") for n, own in whole.items()})
@@ -151,16 +149,15 @@ def reshard(
     check(call, argument_problems(state, mesh, source, sparse), codec_problems(codec), dedup_problems(exact, dedup))
     check(call, dense_axes_problems(mesh, dense_axes))
     old_layout = layout_in(state.tables)
+    is_far = old_layout is not None and not source.is_emulated and not mesh.is_emulated
     if old_layout is not None:
-        check(call, mesh_problems(old_layout, source))
+        check_on_ranks(call, "reshard a state", state, source, is_far)
         shapes = dict(old_layout.shapes)
     else:
         check(call, placed_problems(state.tables))
         check(call, table_tensor_problems(state.tables))
+        check(call, slot_problems(state))
         shapes = {n: tuple(t.shape) for n, t in state.tables.items()}
-    check(call, slot_problems(state))
-    if old_layout is not None:
-        check(call, copy_problems(old_layout, leaves_of(state), source))
     reads = readers(state, source)
     samples = {n: {k: read(0, 0) for k, read in own.items()} for n, own in reads.items()}
     labels = own_banks(call, state.tables, plan, {n: sparse.label(n) for n in shapes})
@@ -170,10 +167,7 @@ def reshard(
     check(call, optimizer_problems(sparse, samples))
     rooms = rooms_of(call, sparse, {n: own[""] for n, own in samples.items()}, steps_of(state, source))
     banks = blank_banks(layout, samples, mesh)
-    is_far = old_layout is not None and not source.is_emulated and not mesh.is_emulated
     old = {b: {"": t} | of_rows(state.slots[b]) for b, t in state.tables.items()} if is_far else {}
-    if old:
-        check(call, followed_problems(old_layout, old, source))
     if old and not any(is_wrapped(x) for own in old.values() for x in own.values()):
         send_rows(old_layout, old, layout, banks, mesh)
     else:  # all rows are here, or come here; under vmap the rows of all members
@@ -214,6 +208,11 @@ def readers(state: TrainState, mesh: Mesh) -> dict[str, dict[str, Rows]]:
     return out
 
 
+def banks_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """Return {bank: {"": the bank, slot: its slot}} of a sharded state."""
+    return {b: {"": t} | dict(state.slots[b]) for b, t in state.tables.items()}
+
+
 def of_rows(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return all slots except the slots of waiting gradients."""
     return {k: s for k, s in slots.items() if k not in WAITING}
@@ -249,6 +248,23 @@ def leaves_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def check_on_ranks(call: str, doing: str, state: Any, mesh: Mesh, is_far: bool = False) -> None:
+    """Check that a state is sharded on this mesh, before its ranks exchange rows.
+
+    If values can be read here, an error on one rank, or another call of it, is an error on every rank.
+    """
+
+    def checks() -> None:
+        check(call, sharded_problems(state))
+        layout = state.tables.layout
+        check(call, mesh_problems(layout, mesh), slot_problems(state))
+        check(call, () if mesh.is_emulated else followed_problems(layout, banks_of(state), is_far))
+
+    is_read = all(is_readable(x) for x in tree_leaves(state) if isinstance(x, Tensor))
+    together(Ranks.of(mesh) if is_read else Ranks(), call, doing, checks)
+    check(call, copy_problems(state.tables.layout, leaves_of(state), mesh))
 
 
 def sharded_problems(state: Any) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """If the batches of ranks have different forms, all ranks raise before they send anything."""
 
 import contextlib
+import dataclasses
 import time
 
 import pytest
@@ -137,6 +138,61 @@ def begins_on_one(compiled):
 def test_ranks_change_forms_together(ranks):
     """Jitted ranks whose batches grow on all ranks at once continue, and can return to the first form."""
     assert ranks(2).run(as_staged, grows_on_all, deadline_s=200) == [[True] * 3] * 2
+
+
+APART = [
+    ("step", "gather"),
+    ("gather", "save"),
+    ("reshard", "step"),
+    ("save", "unshard"),
+    ("reshard", "gather"),
+    ("step", "wrong gather"),
+]
+WORDS = {
+    "step": "run a mapped function",
+    "unshard": "run a mapped function",
+    "gather": "gather a state",
+    "reshard": "reshard a state",
+    "save": "save its tree",
+}
+
+
+def test_ranks_in_different_calls_raise_at_once(ranks, tmp_path):
+    """If one rank steps and the other gathers, reshards or saves its state, both raise at once, and the error names
+    both calls. A call that cannot begin says so on both ranks. The next step succeeds."""
+    first, second = ranks(2).run(calls_apart, str(tmp_path), deadline_s=100)
+    for pair, errors in zip(APART, zip(first[:-1], second[:-1], strict=True), strict=True):
+        for error in errors:
+            if "wrong gather" in pair:
+                assert "`state` is not sharded" in " ".join(error.split()), (pair, error)
+            else:
+                assert "the ranks do different things." in error, (pair, error)
+                assert f"rank 0 is to {WORDS[pair[0]]}" in error and f"rank 1 to {WORDS[pair[1]]}" in error, error
+    assert first[-1] and second[-1]
+
+
+def calls_apart(folder):
+    """Return the error of each pair of calls on this rank, and whether a step of both ranks succeeds afterwards."""
+    mesh, sparse, errors = fr.Mesh.distributed(x=2), training.optimizers("adam")["sparse"], []
+    step, _ = step_of(mesh)
+    state = step.init(fr.tree.map(torch.Tensor.detach, training.params()))
+    mine = training.part(training.batch(0, 8), dist.get_rank(), 2)
+    mine = fr.Batch(mine.ids.unpad().pad_to(32), mine.label)
+    calls = {
+        "step": lambda: step(state, mine),
+        "gather": lambda: fr.gather_state(state, mesh),
+        "wrong gather": lambda: fr.gather_state(dataclasses.replace(state, tables={}), mesh),
+        "reshard": lambda: fr.reshard(state, plan_of("table_wise", {"x": 2}), mesh=mesh, sparse=sparse),
+        "save": lambda: fr.save(folder + "/state", state),
+        "unshard": lambda: fr.unshard(torch.ones(2), fr.P("x"), mesh=mesh),
+    }
+    for pair in APART:
+        try:
+            calls[pair[dist.get_rank()]]()
+            errors.append("no error")
+        except (TypeError, ValueError) as error:
+            errors.append(str(error))
+    return [*errors, bool(step(state, mine)[1]["loss"].isfinite())]
 
 
 def grows_on_all():

@@ -3,33 +3,39 @@
     digest(forms) = max over ranks = min over ranks
 
 If the buffers of a rank have another size than other ranks expect, the exchange crashes or hangs. Where values can be
-read, one exchange of 16 bytes compares all forms. Ranks send more only if the forms differ. While a program is staged
-the ranks compare the forms through torchrun's store, once for each new form. A program that exists already costs
-nothing. The ranks use the store and not `say`, because a rank that has its program runs the exchanges of that program,
-and a collective would pair with those exchanges.
+read, one exchange of 256 bytes compares all forms, and shows a rank that does something else (`together`). Ranks send
+more only if the forms differ. While a program is staged the ranks compare the forms through torchrun's store, once for
+each new form. A program that exists already costs nothing. The ranks use the store and not `say`, because a rank that
+has its program runs the exchanges of that program, and a collective would pair with those exchanges.
 """
 
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 import torch.distributed as dist
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from funcrec.core import Problem, check, has_tracked, message, outside_transforms
+from funcrec.core import Problem, check, has_tracked, message, reported
 from funcrec.mesh._axes import bound_axes, rank_at
-from funcrec.mesh._collectives import pmax
 from funcrec.mesh._parts import Part, is_jagged
-from funcrec.mesh.processes._together import Ranks, device_of, say, words_of
+from funcrec.mesh.processes._together import (
+    Failure,
+    Ranks,
+    Told,
+    broken_off,
+    device_of,
+    different_problems,
+    of_all_ranks,
+    words_of,
+)
 
-LONGEST = 200  # characters of a transport's error
 FOLLOWED, PLAIN, FAILED = "followed", "not followed", "failed"
 HINT = "ids of one capacity on all ranks (`pad_to`, or `pad_to_bucket` by the longest), batches of one size (pad_last)"
 
@@ -64,16 +70,16 @@ def form_text(tree: Any) -> str:
     return "; ".join(sorted(f"{torch_tree.keystr(path)} {form_of(x)}".strip() for path, x in named))
 
 
-def apart_over_ranks(told: Sequence[RankForm], axes: Sequence[str], device: torch.device) -> Iterator[Problem]:
+def apart_over_ranks(told: Sequence[RankForm], axes: Sequence[str]) -> Iterator[Problem]:
     """Report what differs between the ranks of the axes. Values can be read here, and all ranks report the same."""
-    number = digest("\n".join(map("\t".join, told)))
-    with outside_transforms():
-        own = torch.tensor([number, -number], device=device)
-        most = pmax(own, tuple(axes))
-        if int(most[0]) == -int(most[1]):
-            return
-        of_all = say(told, ranks_of_axes(axes))
-    yield from problems_of(told, of_all)
+    ranks, number = ranks_of_axes(axes), digest("\n".join(map("\t".join, told)))
+    first = of_all_ranks(Told(b"", None, number), ranks)
+    if all(own == first[0] for own in first):
+        return
+    failed = {r: own.failure.words for r, own in enumerate(first) if own.failure is not None}
+    if (yield from reported(failed_problems(failed) if failed else different_problems(first))):
+        return
+    yield from problems_of(told, of_all_ranks(told, ranks))
 
 
 def ranks_of_axes(names: Sequence[str]) -> Ranks:
@@ -89,17 +95,17 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def report_failure(error: Exception, axes: Sequence[str], device: torch.device) -> None:
+def report_failure(error: Exception, axes: Sequence[str]) -> None:
     """Report a failure to the other ranks.
 
     These call `apart_over_ranks`, or `agree_on_program` while a program is staged.
     """
-    told = [RankForm("", FAILED, words_of(error))]
     if staged.get():
+        told = [RankForm("", FAILED, words_of(error))]
         dist.distributed_c10d._get_default_store().set(key_of(Met.turns, dist.get_rank()), pickle.dumps(told))
         Met.turns += 1
     else:
-        list(apart_over_ranks(told, axes, device))
+        of_all_ranks(Told(b"", Failure.of(error), ""), ranks_of_axes(axes))
 
 
 def problems_of(own: Sequence[RankForm], ranks: Sequence[Sequence[RankForm]]) -> Iterator[Problem]:
@@ -108,11 +114,7 @@ def problems_of(own: Sequence[RankForm], ranks: Sequence[Sequence[RankForm]]) ->
     If no rank failed, it reports each argument with the forms of the ranks.
     """
     failed = {r: told[0].form for r, told in enumerate(ranks) if told and told[0].followed == FAILED}
-    for rank, why in failed.items():
-        yield Problem(
-            f"rank {rank} failed before it exchanged anything.", why, "every rank to go on", "what that rank says"
-        )
-    if failed:
+    if (yield from reported(failed_problems(failed))):
         return
     for path in dict.fromkeys(t.path for told in ranks for t in told):
         have = [next((t for t in told if t.path == path), RankForm(path, PLAIN, "nothing")) for told in ranks]
@@ -124,6 +126,13 @@ def problems_of(own: Sequence[RankForm], ranks: Sequence[Sequence[RankForm]]) ->
             hint = "requires_grad alike, and the same transforms, on all ranks; or `.detach()` on all"
             what, need = f"`{path}` is followed by a derivative on some ranks only.", "the same on every rank"
             yield Problem(what, got, need, hint, TypeError)
+
+
+def failed_problems(failed: Mapping[int, str]) -> Iterator[Problem]:
+    """Report ranks whose call could not begin. failed: {rank: its error in words}."""
+    for rank, why in failed.items():
+        what, need = f"rank {rank} failed before it exchanged anything.", "every rank to go on"
+        yield Problem(what, why, need, "what that rank says")
 
 
 def listed(forms: Sequence[str]) -> str:
@@ -208,22 +217,3 @@ def others_changed(call: str, error: RuntimeError) -> RuntimeError:
     if not new:
         return broken_off(call, error)
     return ValueError(message(call, [Problem("new forms came on some ranks only.", "; ".join(new), "on all", HINT)]))
-
-
-def broken_off(call: str, error: RuntimeError) -> RuntimeError:
-    """Return an error with words for an exchange that the transport gave up, or `error` if it is another one."""
-    text = str(error)
-    if text.startswith("funcrec.") or not is_broken(error):
-        return error
-    need = "the same calls on every rank, as often as on this one, and all ranks alive until the last call"
-    hint = "as many batches on every rank; read the errors of the other ranks first"
-    return RuntimeError(message(call, [Problem("the other ranks did not take part.", text[:LONGEST], need, hint)]))
-
-
-def is_broken(error: BaseException) -> bool:
-    """Return whether the error, or its cause, comes from an exchange that another rank broke off.
-
-    Errors of gloo name gloo's source files.
-    """
-    is_own = lambda e: isinstance(e, dist.DistError) or (isinstance(e, RuntimeError) and "gloo/" in f"{e}")
-    return is_own(error) or is_own(error.__cause__)

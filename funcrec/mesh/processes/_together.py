@@ -16,13 +16,15 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from funcrec.core import Problem, fail, message
+from funcrec.core import Problem, check, message, outside_transforms
 from funcrec.mesh._mesh import Mesh
 
 T = TypeVar("T")
+LONGEST = 200  # characters of a transport's error
 KINDS = {k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, IndexError, MemoryError, RuntimeError)}
 NUM_SAID: Counter[int] = Counter()  # how often each thread has called `say`
 SIZE_BYTES, HEAD_BYTES = 8, 256  # a value of at most 248 bytes travels in one collective
+MAPPED = "run a mapped function (such as a step)"
 MOST_WORDS = 500  # characters of an error that other ranks report
 
 
@@ -73,6 +75,17 @@ class Failure(NamedTuple):
         return Failure(kind, getattr(error, "errno", None), words_of(error))
 
 
+class Told(NamedTuple):
+    """What a rank says where ranks compare what they do.
+
+    text: its result, pickled. doing: words, or the number of the forms of a mapped function's arguments (`_alike`).
+    """
+
+    text: bytes
+    failure: Failure | None
+    doing: str | int
+
+
 def words_of(error: BaseException) -> str:
     """Return the class and the text of an error, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:MOST_WORDS]
@@ -87,13 +100,19 @@ def say(value: T, ranks: Ranks) -> list[T]:
 
     Cost: one collective of 256 bytes for each axis, and a second collective if a value takes more than 248 bytes.
     """
-    if ranks.size == 1:
-        return [value]
-    NUM_SAID[threading.get_ident()] += 1
+    NUM_SAID[threading.get_ident()] += ranks.size > 1
+    return of_all_ranks(value, ranks)
+
+
+def of_all_ranks(value: T, ranks: Ranks) -> list[T]:
+    """Return what `say` returns, within a call whose failure the other ranks learn of in another way."""
     values = [value]
-    for group in reversed(ranks.groups):
-        texts = _bytes_of_all(pickle.dumps(values), group, ranks.device)
-        values = [x for text in texts for x in pickle.loads(text)]
+    if ranks.size == 1:
+        return values
+    with outside_transforms():
+        for group in reversed(ranks.groups):
+            texts = _bytes_of_all(pickle.dumps(values), group, ranks.device)
+            values = [x for text in texts for x in pickle.loads(text)]
     return values
 
 
@@ -113,11 +132,15 @@ def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> list
     except BaseException as raised:  # this includes interrupts, so that no other rank waits for this rank
         error = raised
     try:
-        of_all = say((text, None if error is None else Failure.of(error), doing), ranks)
+        of_all = say(Told(text, None if error is None else Failure.of(error), doing), ranks)
+    except RuntimeError as lost:
+        if error is not None or (said := broken_off(call, lost)) is lost:
+            raise
+        raise said from lost
     finally:
         if error is not None:
             raise error
-    failed = {rank: failure for rank, (_, failure, _) in enumerate(of_all) if failure is not None}
+    failed = {rank: told.failure for rank, told in enumerate(of_all) if told.failure is not None}
     if failed:
         first, need, hint = next(iter(failed.values())), "every rank to", "what that rank says"
         problems = [Problem(f"rank {r} could not {doing}.", x.words, need, hint) for r, x in failed.items()]
@@ -125,11 +148,36 @@ def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> list
         if first.errno is not None:
             made.errno = first.errno
         raise made
-    other = next((r for r, (_, _, its) in enumerate(of_all) if its != of_all[0][2]), None)
+    check(call, different_problems(of_all))
+    return [pickle.loads(told.text) for told in of_all]
+
+
+def different_problems(of_all: Sequence[Told]) -> Iterator[Problem]:
+    """Report a rank that does something else than rank 0."""
+    doing = [told.doing if isinstance(told.doing, str) else MAPPED for told in of_all]
+    other = next((r for r, its in enumerate(doing) if its != doing[0]), None)
     if other is not None:
-        got, need = f"rank 0 is to {of_all[0][2]}, rank {other} to {of_all[other][2]}", "the same calls on every rank"
-        fail(call, "the ranks do different things.", got=got, need=need, hint="as many batches on every rank")
-    return [pickle.loads(text) for text, _, _ in of_all]
+        got, need = f"rank 0 is to {doing[0]}, rank {other} to {doing[other]}", "the same calls on every rank"
+        yield Problem("the ranks do different things.", got, need, "as many batches on every rank")
+
+
+def broken_off(call: str, error: RuntimeError) -> RuntimeError:
+    """Return an error with words for an exchange that the transport gave up, or `error` if it is another one."""
+    text = str(error)
+    if text.startswith("funcrec.") or not is_broken(error):
+        return error
+    need = "the same calls on every rank, as often as on this one, and all ranks alive until the last call"
+    hint = "as many batches on every rank; read the errors of the other ranks first"
+    return RuntimeError(message(call, [Problem("the other ranks did not take part.", text[:LONGEST], need, hint)]))
+
+
+def is_broken(error: BaseException) -> bool:
+    """Return whether the error, or its cause, comes from an exchange that another rank broke off.
+
+    Errors of gloo name gloo's source files.
+    """
+    is_own = lambda e: isinstance(e, dist.DistError) or (isinstance(e, RuntimeError) and "gloo/" in f"{e}")
+    return is_own(error) or is_own(error.__cause__)
 
 
 def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -150,7 +198,7 @@ def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[
                 return fn(*args, **kwargs)
             except BaseException as error:
                 if NUM_SAID[threading.get_ident()] == before and is_of_ranks(*args, **kwargs):
-                    say((b"", Failure.of(error), ""), Ranks.of_group(None))
+                    say(Told(b"", Failure.of(error), ""), Ranks.of_group(None))
                 raise
 
         return run

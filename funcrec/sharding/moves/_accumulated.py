@@ -17,7 +17,7 @@ from torch import Tensor
 from funcrec.core import Problem, check, describe, value_below, written
 from funcrec.mesh import Mesh, bind, psum
 from funcrec.optim import RowOptimizer
-from funcrec.sharding.moves._gather_rows import INTEGERS, tracked_problems
+from funcrec.sharding.moves._gather_rows import INTEGERS
 from funcrec.sharding.placement._layout import Layout, Shard, blank, own_ranks
 from funcrec.tables import WAITING
 
@@ -98,7 +98,6 @@ def gather_waiting(layout: Layout, table: str, slots: Mapping[str, Mapping[str, 
     if mesh.is_emulated or not axes:
         return Waiting(rows, grads)
     with bind(mesh.bound_axes(axes, grads.device)):
-        check("funcrec.reshard", tracked_problems(table, grads, axes))
         add = lambda x: psum(x.view(INTEGERS[x.element_size()]), axes).view(x.dtype)
         return Waiting(add(rows), add(grads))
 

@@ -7,13 +7,13 @@ Rows travel as integers: an integer sum where all terms but one are zero keeps e
 Shapes: R rows, D dim.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, is_tracked, outside_transforms, plain, written
-from funcrec.mesh import Mesh, bind, pmax, psum
+from funcrec.core import Problem, describe, is_tracked, written
+from funcrec.mesh import Mesh, bind, psum
 from funcrec.sharding.placement._layout import Layout, Shard, blank, own_ranks
 
 BLOCK_BYTES = 1 << 26  # the most bytes that a rank holds besides the two states
@@ -50,7 +50,6 @@ def rows_of(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh,
     if mesh.is_emulated or not axes or first == last:
         return out
     with bind(mesh.bound_axes(axes, out.device)):
-        check("funcrec.reshard", tracked_problems(table, out, axes))
         return psum(out.view(INTEGERS.get(out.element_size(), torch.int8)), axes).view(out.dtype)
 
 
@@ -83,20 +82,16 @@ def move(layout: Layout, banks: Mapping[str, dict[str, Tensor]], table: str, lea
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def tracked_problems(table: str, rows: Tensor, axes: Sequence[str]) -> Iterator[Problem]:
-    """Report rows that a derivative tracks on any rank. Real ranks send bits of rows, which have no derivative."""
-    followed = is_tracked(rows)
-    if plain(rows) is not None:
-        with outside_transforms():
-            followed = bool(pmax(torch.tensor(int(followed), device=rows.device), axes))
-    if followed:
-        yield followed_problem(table)
+def followed_problems(layout: Layout, leaves: Mapping[str, Mapping[str, Tensor]], is_far: bool) -> Iterator[Problem]:
+    """Report leaves that a derivative tracks. Real ranks send bits of rows, which have no derivative.
 
-
-def followed_problem(table: str) -> Problem:
-    what, hint = f"table {table!r}, or a slot of it, is differentiated.", "`.detach()`, or Mesh.emulated(...)"
-    need = "plain tensors on real ranks"
-    return Problem(what, "a tensor that autograd or torch.func follows", need, hint, TypeError)
+    leaves: {bank: {"": the bank, slot: its slot}}. is_far: whether banks of which every rank has all rows travel, too.
+    """
+    need, hint = "plain tensors on real ranks", "`.detach()`, or Mesh.emulated(...)"
+    for i, bank in enumerate(layout.banks):
+        if (is_far or bank.axes) and any(map(is_tracked, leaves[bank.name].values())):
+            what = f"table {next(s.table for s in layout.shards if s.bank == i)!r}, or a slot of it, is differentiated."
+            yield Problem(what, "a tensor that autograd or torch.func follows", need, hint, TypeError)
 
 
 def bank_problems(layout: Layout, samples: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Problem]:

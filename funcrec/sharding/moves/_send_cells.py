@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, is_tracked, outside_transforms, plain
-from funcrec.mesh import Mesh, bind, coordinates, pmax, rank_at, swap_bytes
+from funcrec.mesh import Mesh, coordinates, rank_at, swap_bytes
 from funcrec.sharding.moves import _gather_rows
 from funcrec.sharding.placement._layout import Layout, Shard
 
@@ -164,19 +163,3 @@ def put(banks: Leaves, piece: Piece, rows: Tensor) -> None:
     there = piece.cell.target.of(banks, piece.cell.leaf, piece.first, piece.last)
     # A number must begin at a multiple of its size, which the buffer does not guarantee. A clone does.
     there.copy_(rows.clone().view(there.dtype).reshape(there.shape) if rows.dtype != there.dtype else rows)
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def followed_problems(layout: Layout, leaves: Leaves, mesh: Mesh) -> Iterator[Problem]:
-    """Report rows that a derivative tracks on any rank. Real ranks send bits of rows, which have no derivative."""
-    followed = [any(map(is_tracked, own.values())) for own in leaves.values()]
-    some = next(iter(leaves.values()))[""]
-    if plain(some) is not None:
-        with outside_transforms(), bind(mesh.bound_axes(mesh.axis_names, some.device)):
-            followed = pmax(torch.tensor(followed, device=some.device).long(), mesh.axis_names).tolist()
-    for bank, is_followed in zip(leaves, followed, strict=True):
-        if is_followed:
-            number = next(i for i, b in enumerate(layout.banks) if b.name == bank)
-            yield _gather_rows.followed_problem(next(s.table for s in layout.shards if s.bank == number))
