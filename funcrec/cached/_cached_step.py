@@ -73,8 +73,8 @@ def cached_step(
         batches in a thread while a step computes; `cached.run(state, batches)` yields the (state, metrics).
       `cached.read(params, batch)` returns params and a batch with all rows that the batch reads, from memory or from
         the stores: `evaluate(lambda params, batch: predict(*cached.read(params, batch)), ...)`. It changes no cache and
-        no store. The tables have the rows of this batch alone: other columns, losses over all items, exports and
-        `shard_tables` refuse them. On real ranks all call it.
+        no store. The tables have the rows of this batch alone: ids of another batch read NaN, and other columns,
+        losses over all items, exports and `shard_tables` refuse them. On real ranks all call it.
       `cached.commit(state)` writes the rows that changed since the last commit, and commits the stores. Save the state
         afterwards. `cached.rollback(state)` returns the stores to the commit of a loaded state: that of the last
         commit, or of the one before.

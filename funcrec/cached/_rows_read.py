@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcrec.cached._place import CALL, Place, read_records
-from funcrec.cached._read_tables import ReadTables, read_of
+from funcrec.cached._read_tables import ReadTables, new_number, read_of
 from funcrec.cached._records import field_in, unpacked
 from funcrec.cached._table_store import TableStore, stray_problems
 from funcrec.core import check, replace, tree_leaves, tree_map
@@ -24,11 +24,12 @@ def rows_read(
     """Return (tables of the read rows, the batch with rows of these tables in place of the ids of caches).
 
     A table has a row for each place of the ids of all ranks' batches, so batches of one form give tables of one form.
-    Its last row is NaN: ids after the `max_length` of a cache's features, which no step admits, have it.
+    Its last row is NaN: ids after the `max_length` of a cache's features, which no step admits, have it, and so have
+    ids of another read.
     dynamic: the tables of the state, gathered if it lies on a mesh.
     """
     bags = ids_in(batch)
-    values = [x.values.long().clone() for x in bags]
+    values, number = [x.values.long().clone() for x in bags], new_number()
     tables = dict(dynamic.tables)
     for name, store in stores.items():
         columns = {c: most for c, v, most in dynamic.columns if v == name}
@@ -44,10 +45,13 @@ def rows_read(
         for x, of_column, at, own in zip(
             values, of_columns, places, rows.split([len(at) for at in places]), strict=True
         ):
-            x[of_column] = room
-            x[at] = own
+            x[of_column] = number + room
+            x[at] = number + own
     read = {id(x): replace(x, values=v) for x, v in zip(bags, values, strict=True)}
-    return read_of(dynamic, tables), tree_map(lambda x: read[id(x)] if is_ids(x) else x, batch, is_leaf=is_ids)
+    device = bags[0].values.device if bags else torch.device("cpu")
+    return read_of(dynamic, tables, number, device), tree_map(
+        lambda x: read[id(x)] if is_ids(x) else x, batch, is_leaf=is_ids
+    )
 
 
 def is_ids(x: Any) -> bool:

@@ -191,6 +191,21 @@ def test_read_rows_are_for_their_batch_alone(tmp_path):
         items.items(params)
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "compiled"])
+def test_ids_of_another_read_give_nan(jit):
+    """Tables of one read with the batch of another read, before or after it, or with the batch itself, give NaN; their
+    own batch gives the loss. Bags may be empty, and the columns may have different numbers of bags."""
+    both, fn = Both(), fr.jit(loss_fn) if jit else loss_fn
+    first, second = batches_of(1, 2)
+    (old, of_old), (new, of_new) = (both.cached.read(both.state.params, x) for x in (first, second))
+    for params, batch in ((old, of_new), (new, of_old), (old, first), (new, second)):
+        assert fn(params, batch).isnan()
+    assert torch.equal(fn(old, of_old), fn(both.whole.params, first))
+    assert torch.equal(fr.checked(loss_fn)(new, of_new), loss_fn(both.whole.params, second))
+    grads = fr.value_and_grad(loss_fn)(new, of_new)[1]
+    assert_trees_close(grads.dense, fr.value_and_grad(loss_fn)(both.whole.params, second)[1].dense, rtol=0, atol=0)
+
+
 def test_rows_that_are_not_in_memory_read_nan():
     """Without `cached_step` a lookup of rows that are not in memory gives NaN, also compiled."""
     both = Both()
