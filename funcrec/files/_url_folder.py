@@ -22,7 +22,7 @@ from funcrec.files._urls import STALE_S, TRIES, Url, crc_of_file, write_problems
 
 T = TypeVar("T")
 INDEX, OWN = "index-of-files", re.compile(r"files-[0-9a-f]{16}")
-NAME = re.compile(r"[\w.-]+")
+NAME = re.compile(r"\w[\w.-]*")
 
 
 def write_url_folder(call: str, url: Url, write: Callable[[Path], None]) -> None:

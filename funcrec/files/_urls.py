@@ -26,7 +26,7 @@ STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "memory")  # th
 TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")  # stores call the time of a write so
 KINDS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError, TimeoutError)
 TRIES = 3  # attempts of a reader whose object is replaced meanwhile
-READ = 1 << 23  # bytes of a request, if fewer are read
+LEAST, READ = 1 << 18, 1 << 23  # bytes of a request: at first, and after reads in order
 STALE_S = 600  # the age from which on what an interrupted writer left may be removed
 
 
@@ -116,7 +116,8 @@ class Url:
     def files(self) -> list["Url"]:
         """Return all files below this folder, sorted."""
         found, own = self.ask("read", lambda: self.fs.find(self.key)), self.key.rstrip("/")
-        return [self / x.removeprefix(own).lstrip("/") for x in sorted(found)]
+        names = [x.removeprefix(own).lstrip("/") for x in sorted(found)]
+        return [self / name for name in names if name and not name.endswith("/")]
 
     def mark(self) -> str:
         """Return a text that changes when the object is replaced."""
@@ -124,9 +125,8 @@ class Url:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def open(self, mode: str = "rb", request: int = READ) -> "StoreFile":
-        """Open the object for reading. request: the least bytes of a request."""
-        return StoreFile(self, self.stat().st_size, request)
+    def open(self, mode: str = "rb") -> "StoreFile":
+        return StoreFile(self, self.stat().st_size)
 
     def range(self, begin: int, end: int) -> bytes:
         if begin >= end:
@@ -201,21 +201,27 @@ def entry_of(info: dict[str, Any]) -> Entry:
 
 
 class StoreFile:
-    """An object open for reading at random places. A request has `request` bytes or more; the last answer is kept."""
+    """An object open for reading at random places. Requests double while it is read in order.
 
-    def __init__(self, url: Url, size: int, request: int = READ):
-        self.url, self.size, self.request, self.closed = url, size, request, False
-        self.at, self.first, self.held = 0, 0, b""
+    The last answer is kept until its last byte is read.
+    """
+
+    def __init__(self, url: Url, size: int):
+        self.url, self.size, self.request, self.closed = url, size, LEAST, False
+        self.at, self.first, self.end, self.held = 0, 0, 0, b""
 
     def read(self, count: int | None = -1) -> bytes:
         begin = min(self.at, self.size)
         end = self.size if count is None or count < 0 else min(begin + count, self.size)
         self.at = end
-        if end - begin >= self.request:
-            return self.url.range(begin, end)
         if not self.first <= begin <= end <= self.first + len(self.held):
-            self.first, self.held = begin, self.url.range(begin, min(begin + self.request, self.size))
-        return self.held[begin - self.first : end - self.first]
+            self.request = min(2 * self.request, READ) if begin == self.end else LEAST
+            self.first, self.held = begin, self.url.range(begin, min(max(begin + self.request, end), self.size))
+        out = self.held[begin - self.first : end - self.first]
+        if end == self.first + len(self.held):
+            self.first, self.held = end, b""
+        self.end = end
+        return out
 
     def readinto(self, buffer: Any) -> int:
         data = self.read(len(buffer))

@@ -8,7 +8,6 @@ from funcrec.core import describe, fail
 from funcrec.files import Url, as_path
 
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
-REQUEST = 1 << 16  # the least bytes of a request for a part of a Parquet file
 
 
 def need_pyarrow(call: str):
@@ -25,7 +24,7 @@ def parquet_of(path: Path | Url) -> Any:
     """Return what pyarrow reads a Parquet file from."""
     import pyarrow as pa
 
-    return pa.PythonFile(path.open(request=REQUEST), mode="r") if isinstance(path, Url) else path
+    return pa.PythonFile(path.open(), mode="r") if isinstance(path, Url) else path
 
 
 def text_of(path: Path | Url) -> Any:

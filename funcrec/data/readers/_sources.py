@@ -64,7 +64,7 @@ class Source(NamedTuple):
             return {"rows": sum(part.num_rows or 0 for part in self.parts)}
         crc, size = 0, 0
         for path in self.files:
-            with path.open(request=END_BYTES) if isinstance(path, Url) else path.open("rb") as file:
+            with path.open("rb") as file:
                 own = file.seek(0, os.SEEK_END)
                 ends = []
                 for at in (0, max(own - END_BYTES, 0)):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from programs.failing_store import emptied, failing
 
 from funcrec.files import Folder, Url, as_path, local_copy, open_file, read_folder, write_folder, write_whole
-from funcrec.files._urls import READ, StoreFile
+from funcrec.files._urls import LEAST, StoreFile
 
 CALL = "funcrec.test"
 
@@ -60,17 +60,23 @@ def test_an_open_object_reads_as_a_file(data, cuts):
         assert file.read(count) == want.read(count)
 
 
-def test_large_reads_are_one_request_each(monkeypatch):
-    """A read of READ bytes or more is one request; smaller reads in order share requests of READ bytes."""
+def test_requests_grow_while_an_object_is_read_in_order(monkeypatch):
+    """Reads in order share requests, which double up to READ bytes. A read elsewhere begins with LEAST, and a read of
+    more is one request. Nothing is kept after its last byte."""
     path, asked = url(), []
-    path.write_bytes(bytes(3 * READ))
+    path.write_bytes(bytes(40 * LEAST))
     real = Url.range
-    monkeypatch.setattr(Url, "range", lambda self, a, b: asked.append((a, b)) or real(self, a, b))
-    with open_file(CALL, path) as file:
-        file.read(2 * READ)
-        for _ in range(8):
-            file.read(READ // 8)
-    assert asked == [(0, 2 * READ), (2 * READ, 3 * READ)]
+    monkeypatch.setattr(Url, "range", lambda self, a, b: asked.append((a // LEAST, b // LEAST)) or real(self, a, b))
+    file = open_file(CALL, path)
+    for _ in range(2 * 14):
+        file.read(LEAST // 2)
+    assert asked == [(0, 2), (2, 6), (6, 14)] and file.held == b""
+    del asked[:]
+    file.seek(30 * LEAST)
+    file.read(3)
+    file.seek(LEAST)
+    file.read(9 * LEAST)
+    assert asked == [(30, 31), (1, 10)]
 
 
 def test_a_write_that_fails_leaves_the_old_file():
