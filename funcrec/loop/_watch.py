@@ -65,6 +65,8 @@ class Watched:
     ended: str = ""  # how the main thread ended
     broken: str = ""  # the exchange that broke off in the main thread
     is_left: bool = False  # whether the main thread left after its last step, without an error
+    turn: int = 0  # of the watching thread
+    is_mute: bool = False  # whether the store does not answer
     verdict: str = ""
     wake: threading.Event = field(default_factory=threading.Event)
     found: threading.Event = field(default_factory=threading.Event)  # the verdict sets this event
@@ -83,10 +85,9 @@ def watch(mesh: Mesh | None) -> Iterator[Callable[[str], None]]:
     ranks print one line.
 
     All other ranks end within these seconds after the event: 6 for an exception, and for a process on the same machine.
-    For a
-    process on another machine, or one that is stopped or cannot run Python: 30 (or the timeout of the mesh, if that is
-    less) plus 6. For a process that runs and does not come to an exchange: the timeout of the mesh (`timeout_s`) plus
-    11. A process that writes a checkpoint has 25.
+    For a process on another machine, one that is stopped or cannot run Python, and on both sides of a link that is cut:
+    30 (or the timeout of the mesh, if that is less) plus 6. For a process that runs and does not come to an exchange:
+    the timeout of the mesh (`timeout_s`) plus 11. A process that writes a checkpoint has 25.
 
     A block inside another has no effect of its own. On CUDA, NCCL itself ends a process whose exchange waits longer
     than the timeout.
@@ -108,6 +109,7 @@ def watch(mesh: Mesh | None) -> Iterator[Callable[[str], None]]:
     own = meet(mesh)
     thread = threading.Thread(target=keep_watch, args=(own,), name="funcrec.watch", daemon=True)
     thread.start()
+    threading.Thread(target=keep_guard, args=(own,), name="funcrec.watch of the store", daemon=True).start()
     token = watched.set(own)
     try:
         yield at
@@ -166,11 +168,13 @@ def keep_watch(own: Watched) -> None:
     seen: dict[int, tuple[str, int]] = {}
     turns, broken_turns, end = 0, 0, float("inf")
     while not own.is_left:
-        turns, broken_turns = turns + 1, broken_turns + bool(own.broken)
+        own.turn = turns = turns + 1
+        broken_turns += bool(own.broken)
         try:
-            own.verdict = own.verdict or verdict_of(own, seen, turns, broken_turns)
+            found = own.verdict or verdict_of(own, seen, turns, broken_turns)
         except Exception as error:  # any error means that the store no longer answers
-            own.verdict = words(*without_store(own, seen, error))
+            found = words(*without_store(own, seen, error))
+        own.verdict = own.verdict or found  # the guard may have been first
         if own.verdict and not own.found.is_set():
             end = time.monotonic() + (SAVE_S if "checkpoint" in own.place else LEAVE_S)
             own.found.set()
@@ -180,6 +184,22 @@ def keep_watch(own: Watched) -> None:
         own.wake.clear()
     with contextlib.suppress(Exception):
         own.store.set(f"left {own.rank}", own.place)
+
+
+def keep_guard(own: Watched) -> None:
+    """End the process if the store does not answer: behind a link that is cut, a call of the store waits forever."""
+    turn = still = waited = 0
+    while not own.is_left:
+        still, turn = (still + 1 if turn == own.turn else 0), own.turn
+        if still * BEAT_S > own.silent_s and not own.found.is_set():
+            own.is_mute = True
+            got = f"no answer for {own.silent_s:g} s: the machine that has it, or the link to it, is gone"
+            own.verdict = words("the store of the process group does not answer.", got)
+            own.found.set()
+        waited += own.is_mute
+        if waited * BEAT_S > (SAVE_S if "checkpoint" in own.place else LEAVE_S) and not (own.ended or own.broken):
+            leave(own)
+        time.sleep(BEAT_S)
 
 
 def verdict_of(own: Watched, seen: dict[int, tuple[str, int]], turns: int, broken_turns: int) -> str:
@@ -307,7 +327,7 @@ def text_of(error: RankLost, own: Watched) -> str:
     """Return the text that this rank prints: one rank prints the full text, and all other ranks print one line."""
     notes = getattr(error, "__notes__", ())
     with contextlib.suppress(Exception):
-        if own.store.add("told", 1) > 1:
+        if not own.is_mute and own.store.add("told", 1) > 1:
             return f"rank {own.rank} ends, too: {error}".partition("\n")[0] + "\n"
     return "\n".join([f"{error}", *notes, ""])
 

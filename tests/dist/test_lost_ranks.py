@@ -1,6 +1,8 @@
 """A rank that is lost during `fit` ends the other ranks soon. One message names the lost rank and says why."""
 
 import os
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -48,6 +50,32 @@ def test_ranks_that_ended_are_named_without_the_store():
     assert what == f"rank 0 (process {2**22 - 1}) ended, last seen in step 3." and "store" in why
     what, why = _watch.without_store(at(here, here, here), beats, RuntimeError("no answer"))
     assert what == "the store of the process group is gone." and "RuntimeError: " in why
+
+
+@pytest.mark.parametrize("place", ["step 3", "the checkpoint of epoch 0, batch 3"])
+def test_a_store_that_does_not_answer_ends_the_rank(place, monkeypatch):
+    """Behind a cut link a call of the store never returns. Then the rank ends, after more time if it writes a
+    checkpoint, and prints the reason without the store."""
+    held, told = threading.Event(), []
+    store = SimpleNamespace(set=lambda *x: None, check=lambda keys: held.wait(), add=lambda *x: held.wait())
+    own = _watch.Watched(0, [["here", os.getpid(), 1], ["there", 1, 1]], store, 1.0, place=place)
+    monkeypatch.setattr(_watch, "BEAT_S", 0.01)
+    monkeypatch.setattr(_watch, "LEAVE_S", 0.5)
+    monkeypatch.setattr(_watch, "SAVE_S", 0.6)
+
+    def leave(own):
+        told.append(_watch.text_of(_watch.RankLost(own.verdict), own))
+        own.is_left = True
+
+    monkeypatch.setattr(_watch, "leave", leave)
+    threads = [threading.Thread(target=f, args=(own,), daemon=True) for f in (_watch.keep_watch, _watch.keep_guard)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(60)
+    held.set()
+    threads[0].join(60)
+    assert own.found.is_set() and told == [f"{own.verdict}\n"]
+    assert "does not answer" in told[0] and "no answer for 1 s" in told[0]
 
 
 def test_an_error_of_any_transport_is_known_by_its_cause():
