@@ -14,7 +14,7 @@ from funcrec.checkpoint._format import is_checkpoint, read_index
 from funcrec.checkpoint._rank_parts import Seen
 from funcrec.checkpoint._tree_json import CodeError
 from funcrec.core import fail, typed
-from funcrec.files import SUFFIX, as_path, flush, open_file
+from funcrec.files import SUFFIX, Url, as_path, flush, open_file
 
 
 @typed
@@ -63,7 +63,8 @@ def is_whole(path: Path) -> bool:
     try:
         if is_folder(path):
             files = read_manifest("funcrec.latest", path).files
-            return all((path / name).stat().st_size == size for name, size in files.items())
+            held = path.sizes() if isinstance(path, Url) else {n: (path / n).stat().st_size for n in files}
+            return all(held.get(name) == size for name, size in files.items())
         with open_file("funcrec.latest", path) as file:
             read_index(file)
         return True

@@ -113,6 +113,11 @@ class Url:
         names = {x.rstrip("/").rpartition("/")[2] for x in found if x.rstrip("/") != self.key}
         yield from (self / name for name in sorted(names))
 
+    def sizes(self) -> dict[str, int]:
+        """Return {name: bytes} of the files of this folder, by one request or few."""
+        found = self.ask("read", lambda: self.fs.ls(self.key, detail=True))
+        return {x["name"].rpartition("/")[2]: int(x["size"] or 0) for x in found if x["type"] == "file"}
+
     def files(self) -> list["Url"]:
         """Return all files below this folder, sorted."""
         found, own = self.ask("read", lambda: self.fs.find(self.key)), self.key.rstrip("/")

@@ -1,12 +1,16 @@
 """What all readers need: that pyarrow is installed, that files exist, and pyarrow's files for paths and URLs."""
 
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from funcrec.core import describe, fail
 from funcrec.files import Url, as_path
 
+T = TypeVar("T")
+AT_ONCE = 16  # requests
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
 
@@ -35,6 +39,14 @@ def text_of(path: Path | Url) -> Any:
         return pa.input_stream(path)
     file = pa.PythonFile(path.open(), mode="r")
     return pa.CompressedInputStream(file, PACKED[path.suffix]) if path.suffix in PACKED else file
+
+
+def at_once(fn: Callable[[Any], T], paths: Sequence[Path | Url]) -> list[T]:
+    """Return [fn(path) for path in paths]. Files in stores are asked for at once, in threads."""
+    if not any(isinstance(path, Url) for path in paths):
+        return [fn(path) for path in paths]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(fn, paths))
 
 
 def files_below(root: Path | Url) -> list:

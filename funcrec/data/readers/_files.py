@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 from funcrec.core import Problem, Within, check, describe, fail, nearest, typed_fields
-from funcrec.data.readers._arrow import PACKED, files_below, need_pyarrow, parquet_of, text_of
+from funcrec.data.readers._arrow import PACKED, at_once, files_below, need_pyarrow, parquet_of, text_of
 from funcrec.data.readers._columns import first_true, plain
 from funcrec.data.readers._sources import NEED, Part, Source, Wanted, absent_problems, as_table, wanted_names
 from funcrec.data.readers._text_faults import (
@@ -209,15 +209,16 @@ def _parquet_parts(call: str, files: list, wanted: Wanted, _: str) -> Source:
     import pyarrow as pa
     from pyarrow import parquet
 
-    metas = []
-    for path, _ in files:
+    def meta_of(path: Path | Url):
         try:
-            metas.append(parquet.read_metadata(parquet_of(path)))
+            return parquet.read_metadata(parquet_of(path))
         except (pa.ArrowException, OSError) as error:
             raise_of_store(error)
             what = f"`{path.name}` is not a whole parquet file."
             hint = 'format="csv", if it is text; else write it again'
             fail(call, what, got=str(error)[:120], need="a parquet file", hint=hint)
+
+    metas = at_once(meta_of, [path for path, _ in files])
     name = f"`{files[0][0].name}`"
     schema, extra = _with_partitions(call, metas[0].schema.to_arrow_schema(), files, wanted, name)
     schemas = [m.schema.to_arrow_schema() for m in metas]

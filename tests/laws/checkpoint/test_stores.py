@@ -8,6 +8,7 @@ import torch
 from programs.failing_store import emptied, failing
 
 import funcrec as fr
+from funcrec.files import Url
 from funcrec.testing import assert_trees_close
 
 MESH = fr.Mesh.emulated(data=2)
@@ -114,10 +115,24 @@ def test_a_run_goes_on_from_a_store_with_the_same_bits():
     same(run("lost").state, want.state)
 
 
+def test_requests_for_the_newest_checkpoint_do_not_grow_with_ranks(store, monkeypatch):
+    """latest finds the newest whole checkpoint of any number of ranks by the same requests; one file less, and it is
+    not whole."""
+    asked, counts, real = [], [], Url.ask
+    monkeypatch.setattr(Url, "ask", lambda self, *args, **how: asked.append(self) or real(self, *args, **how))
+    for ranks in (2, 8):
+        for step in (1, 2):
+            fr.save(f"{ROOT}/{ranks}", {"w": torch.ones(3)}, step=step, keep=2, mesh=fr.Mesh.emulated(data=ranks))
+        del asked[:]
+        assert fr.latest(f"{ROOT}/{ranks}").name == "step-0000000002"
+        counts.append(len(asked))
+    assert counts[0] == counts[1] < 8
+    store.rm_file(next(x for x in store.find("/runs/8/step-0000000002") if "/rank-7" in x))
+    assert fr.latest(f"{ROOT}/8").name == "step-0000000001"
+
+
 def test_a_replaced_file_is_read_again(monkeypatch):
     """A file that is replaced while it is read is read again from its beginning."""
-    from funcrec.files import Url
-
     path = fr.save(f"{ROOT}/state.pt", {"w": torch.zeros(3_000_000)})
     real, once = Url.range, []
 
