@@ -146,10 +146,14 @@ def lose(folder, node, signum, at):
 
 
 def state_of(folder):
+    import torch
+
     import funcrec as fr
 
     tree = fr.load(fr.latest(folder / "run"))
-    return [tree[n] for n in ("state", "best", "position", "loss_sum")], [h["loss"] for h in tree["history"]]
+    return [tree[n] for n in ("state", "best", "position", "loss_sum")], torch.tensor(
+        [h["loss"] for h in tree["history"]]
+    )
 
 
 def main(folder):
