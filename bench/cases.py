@@ -186,7 +186,7 @@ def update_bytes(case: TableCase, ids: fr.KeyedJaggedTensor, slots: dict[str, di
     They are the bytes of the lookup, of the ids again, of the gradient, and of each touched row and its slots, read and
     written.
     """
-    touched = sum(len(ids[n].values.unique()) for n in case.names)
+    touched = sum(len(ids[n].unpad().values.unique()) for n in case.names)
     of_slots = sum(s.element_size() * s[:1].numel() for s in slots[case.names[0]].values())
     row = case.dim * case.table_dtype.itemsize + of_slots
     again = ids.capacity * getattr(torch, case.ids).itemsize

@@ -3,6 +3,7 @@
 import itertools
 
 import cases
+import roofline
 import torch
 from cases import TableCase
 from contest import OURS, Closeness, Contender, Setting, Traffic, compete
@@ -60,7 +61,9 @@ def run(case: TableCase, setting: Setting) -> dict:
         "embedding_bag": lambda: torch_lookup(case, tables, batches),
     }
     traffic = Traffic(cases.lookup_bytes(case), case.dim, case.table_dtype)
-    return {"shape": case._asdict(), **compete(builders, setting, closeness(case), traffic)}
+    found = compete(builders, setting, closeness(case), traffic)
+    work = roofline.lookup_work(case, batches)
+    return {"shape": case._asdict(), **roofline.added(found, work, setting, case.dim, case.table_dtype)}
 
 
 CASES, QUICK = cases.LOOKUPS, cases.QUICK_LOOKUPS

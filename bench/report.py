@@ -67,28 +67,34 @@ def header(lines: list[dict]) -> str:
         f"{', '.join(commits)}.{busiest}{small} "
         "A ratio is a peer's time over funcrec's: medians of interleaved rounds, in brackets the quartiles. "
         "GB/s counts ids, rows, state, output and gradient once; the share is of the copy's bandwidth in the same run. "
-        "Peak memory is what a call adds."
+        "The roofline is the time of the case's bytes at the rates of a copy and of gathers, and of its products at "
+        "torch's best rate for their shapes, all of the same run. Peak memory is what a call adds."
     )
 
 
 def table(lines: list[dict]) -> str:
     peers = list(dict.fromkeys(name for x in lines for name in [*x.get("ratio", {}), *x.get("absent", {})]))
     speed = any("gb_per_s" in x for x in lines)
-    heads = ["case", "threads", "ms"] + (["GB/s", "share"] if speed else ["samples/s"]) + ["MiB"] + peers
+    roofs = any("roofline" in x for x in lines)
+    heads = ["case", "threads", "ms"] + (["roofline ms", "time over roofline"] if roofs else [])
+    heads += (["GB/s", "share"] if speed else ["samples/s"]) + ["MiB"] + peers
     rows = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for x in sorted(lines, key=lambda x: x["threads"]):
-        rows.append("| " + " | ".join([x["case"], str(x["threads"]), *cells(x, speed, peers)]) + " |")
+        rows.append("| " + " | ".join([x["case"], str(x["threads"]), *cells(x, speed, roofs, peers)]) + " |")
     return "\n".join(rows)
 
 
-def cells(x: dict, speed: bool, peers: Iterable[str]) -> list[str]:
+def cells(x: dict, speed: bool, roofs: bool, peers: Iterable[str]) -> list[str]:
     if "ms" not in x:
-        return ["red", *["-"] * (2 if speed else 1), "-", *["-" for _ in peers]]
+        return ["red", *["-"] * (2 * roofs + 1 + speed), "-", *["-" for _ in peers]]
+    roof = x.get("roofline")
+    limit = ([f"{roof['ms']:.3g}", f"{roof['time_over_roofline']:.2f}"] if roof else ["-", "-"]) if roofs else []
     middle = [f"{x['gb_per_s'][OURS]:.1f}", f"{x['share_of_copy']:.0%}"] if speed and "gb_per_s" in x else None
     middle = middle or (["-", "-"] if speed else [f"{x['samples_per_s'][OURS]:,}"])
     peak = x["call_peak_mb"][OURS]
     return [
         f"{x['ms'][OURS]['median']:.3g}",
+        *limit,
         *middle,
         "-" if peak is None else f"{peak:.0f}",
         *(ratio(x, p) for p in peers),
@@ -196,6 +202,36 @@ def plot(lines: list[dict], folder: Path) -> list[Path]:
     return made
 
 
+def plot_rooflines(lines: list[dict], folder: Path) -> list[Path]:
+    """Return the path of one picture: each case's roofline by its parts, and its time, as multiples of the roofline."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    mine = sorted((x for x in lines if "roofline" in x), key=lambda x: (x["group"], x["threads"], x["case"]))
+    if not mine:
+        return []
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.25 * len(mine)))
+    begins = [0.0] * len(mine)
+    for part in mine[0]["roofline"]["parts_ms"]:
+        shares = [x["roofline"]["parts_ms"][part] / x["roofline"]["ms"] for x in mine]
+        axes.barh(range(len(mine)), shares, 0.7, left=begins, label=part)
+        begins = [a + b for a, b in zip(begins, shares, strict=True)]
+    times = [x["roofline"]["time_over_roofline"] for x in mine]
+    axes.plot(times, range(len(mine)), "k|", markersize=10, label="time of funcrec")
+    axes.axvline(1.3, color="black", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(mine)), [f"{x['group']} {x['case']}, {x['threads']}" for x in mine])
+    axes.invert_yaxis()
+    axes.set_xlabel("time / roofline; dotted: the goal of 1.3")
+    axes.legend()
+    figure.tight_layout()
+    path = folder / "roofline.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return [path]
+
+
 def write(folder: Path = RESULTS) -> None:
     lines = load(folder)
     if not lines:
@@ -203,7 +239,7 @@ def write(folder: Path = RESULTS) -> None:
     plots = folder / "plots"
     plots.mkdir(parents=True, exist_ok=True)
     try:
-        made = plot(lines, plots)
+        made = plot(lines, plots) + plot_rooflines(lines, plots)
     except ImportError:
         made = []
         print('no plots: pip install "funcrec[bench]"', file=sys.stderr)

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 
 import cases
+import roofline
 import torch
 import torch.nn.functional as F
 from cases import NUM_BATCHES, StepCase
@@ -161,6 +162,7 @@ def run(case: StepCase, setting: Setting) -> dict:
     model = make_model(case, setting.tiny)
     params = move(model.init(fr.key(0)), lambda x: x.to(device))
     batches = make_batches(case, model, device)
+    work = work_of(case, model, params, batches)
     builders = {
         "torchrec": lambda: torchrec_step(case, model, params, batches, device, compiled=False),
         "torchrec, dense compiled": lambda: torchrec_step(case, model, params, batches, device, compiled=True),
@@ -180,7 +182,14 @@ def run(case: StepCase, setting: Setting) -> dict:
         per_s = {name: case.batch / t["median"] * 1e3 for name, t in figures["ms"].items()}
         figures["samples_per_s"] = {name: round(x) for name, x in per_s.items()}
         figures["samples_per_s_per_thread"] = {name: round(x / setting.threads) for name, x in per_s.items()}
+        figures = roofline.added(figures, work, setting, case.dim, torch.float32, case.precision)
     return {"shape": case._asdict(), **figures}
+
+
+def work_of(case: StepCase, model: fr.models.Model, params: fr.Params, batches: list) -> roofline.Work:
+    slots = fr.optim.rowwise_adagrad(lr=LR, eps=EPS).init({n: t[:1] for n, t in params.tables.items()})
+    how = roofline.Dense(int(DENSE_OPTIMIZERS[case.model] is torch.optim.Adagrad), case.model == "dlrm")
+    return roofline.step_work(model, params, batches, slots, how)
 
 
 def move(params: fr.Params, fn) -> fr.Params:

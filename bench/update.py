@@ -7,6 +7,7 @@ gradients and torch.optim.
 import itertools
 
 import cases
+import roofline
 import torch
 from cases import TableCase
 from contest import OURS, Closeness, Contender, Setting, Traffic, compete
@@ -127,7 +128,9 @@ def run(case: TableCase, setting: Setting) -> dict:
     builders[OURS] = lambda: funcrec_update(case, tables, batches, d)  # last: it uses up the tables
     slots = sparse_optimizer(case.rule).init({case.names[0]: tables[case.names[0]][:1]})
     traffic = Traffic(cases.update_bytes(case, batches[0], slots), case.dim, case.table_dtype)
-    return {"shape": case._asdict(), **compete(builders, setting, closeness(case), traffic)}
+    found = compete(builders, setting, closeness(case), traffic)
+    work = roofline.update_work(case, batches, dict.fromkeys(case.names, slots[case.names[0]]))
+    return {"shape": case._asdict(), **roofline.added(found, work, setting, case.dim, case.table_dtype)}
 
 
 CASES, QUICK = cases.UPDATES, cases.QUICK_UPDATES
