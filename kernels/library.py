@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
-from funcrec.kernels import attention, draws, extrema, invariant, stacks, vocabulary
+from funcrec.kernels import attention, draws, extrema, interaction, invariant, stacks, vocabulary
 from funcrec.kernels.forms import (
     accumulation_dtype,
     capacities,
@@ -64,6 +64,7 @@ SCHEMAS = {
     **attention.SCHEMAS,
     **draws.SCHEMAS,
     **extrema.SCHEMAS,
+    **interaction.SCHEMAS,
     **invariant.SCHEMAS,
     **vocabulary.SCHEMAS,
 }
@@ -174,6 +175,7 @@ FAKES: dict[str, Callable] = {
     **attention.FAKES,
     **draws.FAKES,
     **extrema.FAKES,
+    **interaction.FAKES,
     **invariant.FAKES,
     **vocabulary.FAKES,
     "top_k": _top_k,

@@ -5,20 +5,18 @@
     expand                   the transpose of pooled_lookup in the tables: one entry (rows[i], s_i · d_out[b, f]) per id
     coalesce                 one entry per distinct row: the row's gradients, summed in the order of their positions
     fused_update             coalesce, then a rule on the touched rows, in one pass
-    gather_rows              out[i] = table[rows[i]]
-    scatter_rows             out[rows[i]] = new[i], elsewhere the table
+    gather_rows              out[i] = table[rows[i]]; scatter_rows: out[rows[i]] = new[i], elsewhere the table
     take_ranges              ranges of a buffer one after the other, and take_ranges_transpose
     to_padded, from_padded   bags as a padded block and back; each is the transpose of the other
     bag_extrema              the greatest or least value of each bag, and bag_extrema_transpose
     invariant_bmm            products whose bits do not depend on the batch; invariant_sum, sums of the same order
     bucketize                ids, grouped by the shard that owns the row
     owner_blocks             bucketize for several tables, as blocks of one size for each rank, with the bags' lengths
-    quantized_lookup         pooled_lookup of rows of 8, 4 or 2 bits
-    quantized_rows           the numbers of such rows, which quantize_rows makes
+    quantized_lookup         pooled_lookup of rows of 8, 4 or 2 bits; quantized_rows, their numbers; quantize_rows
     top_k                    the rows whose inner products with a query are greatest
     jagged_attention         softmax or silu attention within bags, and jagged_attention_transpose
-    find_ids                 the row of each id in a vocabulary; admit_ids chooses rows for new ids, settle_ids writes;
-                             find_columns, admit_columns and settle_columns do so for several vocabularies
+    dot_interaction          the inner products of all pairs of vectors of an example, and dot_interaction_transpose
+    find_ids                 the row of each id in a vocabulary; admit_ids chooses, settle_ids writes; several: _columns
     initial_rows             the first numbers of rows, from a key; draw_rows writes them to rows of tables
 
 where s_i is the id's weight (or 1), divided by the bag's length for a mean. Every implementation keeps five rules:
@@ -386,8 +384,17 @@ def jagged_attention_transpose(
     return call(d_out, out, logs, *rest)
 
 
+def dot_interaction(x: Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
+    """Return ⟨x_1, x_0⟩, ⟨x_2, x_0⟩, ... of the vectors in parts f[B, F, D], joined along F: f[B, F · (F - 1) / 2]."""
+    return operation("dot_interaction", implementation, *x, bare=[])(list(x))
+
+
+def dot_interaction_transpose(d: Tensor, x: Sequence[Tensor], *, implementation: str | None = None) -> list[Tensor]:
+    """Return Σ_{j≠i} d[pair(i, j)] x_j for each vector x_i, in parts as x: the transpose of `dot_interaction` at x."""
+    return operation("dot_interaction_transpose", implementation, d, *x, bare=[])(d, list(x))
+
+
 def _of_terms(name: str, implementation: str | None, terms: Terms) -> Callable:
-    """Return the function of an operation on terms. Without tensors it is a function of the reference: operators need a
-    tensor."""
+    """Return the function of an operation on terms. Without tensors it is the reference's: operators need a tensor."""
     tensors = (*terms.d, *terms.rows, *terms.weights)
     return operation(name, implementation if tensors else "reference", *tensors)

@@ -27,6 +27,7 @@ from funcrec.kernels.reference_attention import jagged_attention, jagged_attenti
 from funcrec.kernels.reference_columns import admit_columns, find_columns, settle_columns
 from funcrec.kernels.reference_draws import draw_rows, initial_rows
 from funcrec.kernels.reference_extrema import bag_extrema, bag_extrema_transpose
+from funcrec.kernels.reference_interaction import dot_interaction, dot_interaction_transpose
 from funcrec.kernels.reference_invariant import invariant_bmm, invariant_sum
 from funcrec.kernels.reference_jagged import (
     ascending,
@@ -49,6 +50,8 @@ __all__ = [
     "bag_extrema_transpose",
     "bucketize",
     "coalesce",
+    "dot_interaction",
+    "dot_interaction_transpose",
     "draw_rows",
     "expand",
     "find_columns",

@@ -15,6 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from funcrec.invariance._replaced import REPLACED
+from funcrec.kernels import reference
 
 aten = torch.ops.aten
 
@@ -43,6 +44,7 @@ EXACT_PRIMS = words("""
     device_put iota isfinite maximum_value minimum_value reshape rev shift_left shift_right_arithmetic split_dim squeeze
     sub transpose view_of view_of_dtype
 """)
+PRODUCTS = ("dot_interaction", "dot_interaction_transpose")  # of funcrec's kernels, whose bits depend on the processor
 EXCHANGES = ("all_gather_into_tensor", "all_to_all_single", "wait_tensor", "broadcast")  # exchanges that add nothing
 
 
@@ -56,6 +58,8 @@ def _place_of(func: OpOverload) -> tuple[str, Callable]:
     name, composed = func._schema.name.partition("::")[2], compositions()
     if func in REPLACED:
         return "replaced", REPLACED[func]
+    if func.namespace.startswith("funcrec") and name in PRODUCTS:
+        return "composed", getattr(reference, name)
     if is_exact(func, name):
         return "exact", func
     if func.namespace != "aten":

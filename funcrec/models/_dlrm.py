@@ -59,8 +59,8 @@ def dlrm(
     dim = next(t.embedding_dim for t in tables if t.name == features[0].table)
     check(call, bottom_problems(bottom, num_dense, dim), keep_problems(keep, num_dense))
     count = len(features) + bool(num_dense)
-    kept = count if keep == "all" else 1
-    init_top, top = deep_part(kept * dim + count * (count - 1) // 2, sizes, dropout, batch_norm)
+    num_kept = count if keep == "all" else 1
+    init_top, top = deep_part(num_kept * dim + count * (count - 1) // 2, sizes, dropout, batch_norm)
     below = nn.mlp((num_dense, *bottom), final_activation=torch.relu) if num_dense else None
 
     def init(key: Tensor) -> dict[str, Any]:
@@ -69,10 +69,12 @@ def dlrm(
 
     def forward(params: Params, batch: Batch, key: Tensor | None):
         x = lookup(params.tables, batch.ids, features).stack()
+        parts = (x,)
         if below is not None:
             first, _ = run(below, part(params.dense, "bottom"), batch.dense.to(x.dtype), key)
-            x = torch.cat([first[:, None], x], 1)
-        return top(params.dense, torch.cat([x[:, :kept].flatten(1), nn.dot_interaction(x)], 1), key, used(batch))
+            parts = (first[:, None], x)
+        kept = [p.flatten(1) for p in (parts if keep == "all" else parts[:1])]
+        return top(params.dense, torch.cat([*kept, nn.dot_interaction(*parts)], 1), key, used(batch))
 
     return build(call, tables, features, num_dense, init, forward)
 

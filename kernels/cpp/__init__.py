@@ -10,6 +10,8 @@ from funcrec.kernels.cpp._draws import initial_rows as initial_rows
 from funcrec.kernels.cpp._extrema import bag_extrema as bag_extrema
 from funcrec.kernels.cpp._extrema import bag_extrema_transpose as bag_extrema_transpose
 from funcrec.kernels.cpp._generate import UnsupportedError as UnsupportedError
+from funcrec.kernels.cpp._interaction import dot_interaction as dot_interaction
+from funcrec.kernels.cpp._interaction import dot_interaction_transpose as dot_interaction_transpose
 from funcrec.kernels.cpp._invariant import invariant_bmm as invariant_bmm
 from funcrec.kernels.cpp._invariant import invariant_sum as invariant_sum
 from funcrec.kernels.cpp._jagged import bucketize as bucketize

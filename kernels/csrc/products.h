@@ -1,4 +1,4 @@
-// Products of small matrices and exponentials, in the order of one thread: what attention needs of dense arithmetic.
+// Products of small matrices and exponentials, in the order of one thread: what attention and interactions need of dense arithmetic.
 //
 //   C[r, c] (+)= Σ_k A[r, k] · B[k, c]        6 rows by up to 4 vectors of columns stay in registers
 //
@@ -47,34 +47,34 @@ template <class A> struct Left {
   int64_t row, column;
 };
 
-template <class A, int NV> FUNCREC_INLINE void product_block(A* c, int64_t c_row, Left<A> left, const A* b, int64_t b_row, int64_t depth, bool add) {
+template <class A, int NV, int R> FUNCREC_INLINE void product_block(A* c, int64_t c_row, Left<A> left, const A* b, int64_t b_row, int64_t depth, bool add) {
   constexpr int W = LANES<A>;
-  Vec<A, W> sums[ROWS][NV];
-  for (int r = 0; r < ROWS; r++)
+  Vec<A, W> sums[R][NV];
+  for (int r = 0; r < R; r++)
     for (int v = 0; v < NV; v++) sums[r][v] = add ? load<W>(c + r * c_row + v * W) : Vec<A, W>{};
   for (int64_t k = 0; k < depth; k++) {
     Vec<A, W> x[NV];
     for (int v = 0; v < NV; v++) x[v] = load<W>(b + k * b_row + v * W);
-    for (int r = 0; r < ROWS; r++) {
+    for (int r = 0; r < R; r++) {
       const A y = left.a[r * left.row + k * left.column];
       for (int v = 0; v < NV; v++) sums[r][v] += x[v] * y;
     }
   }
-  for (int r = 0; r < ROWS; r++)
+  for (int r = 0; r < R; r++)
     for (int v = 0; v < NV; v++) store<W>(c + r * c_row + v * W, sums[r][v]);
 }
 
-// ROWS rows of C, and columns [0, columns), rounded up to whole vectors.
-template <class A> void product(A* c, int64_t c_row, Left<A> left, const A* b, int64_t b_row, int64_t columns, int64_t depth, bool add) {
+// R rows of C, and columns [0, columns), rounded up to whole vectors.
+template <class A, int R = ROWS> void product(A* c, int64_t c_row, Left<A> left, const A* b, int64_t b_row, int64_t columns, int64_t depth, bool add) {
   constexpr int W = LANES<A>;
   int64_t vectors = (columns + W - 1) / W;
   for (; vectors >= VECTORS; vectors -= VECTORS, c += VECTORS * W, b += VECTORS * W)
-    product_block<A, VECTORS>(c, c_row, left, b, b_row, depth, add);
+    product_block<A, VECTORS, R>(c, c_row, left, b, b_row, depth, add);
   if constexpr (VECTORS > 2) {
-    if (vectors == 3) product_block<A, 3>(c, c_row, left, b, b_row, depth, add);
-    if (vectors == 2) product_block<A, 2>(c, c_row, left, b, b_row, depth, add);
+    if (vectors == 3) product_block<A, 3, R>(c, c_row, left, b, b_row, depth, add);
+    if (vectors == 2) product_block<A, 2, R>(c, c_row, left, b, b_row, depth, add);
   }
-  if (vectors == 1) product_block<A, 1>(c, c_row, left, b, b_row, depth, add);
+  if (vectors == 1) product_block<A, 1, R>(c, c_row, left, b, b_row, depth, add);
 }
 
 // e^x to about one unit in the last place; 0 below the normal numbers, NaN for NaN.
@@ -124,11 +124,25 @@ template <class A, class E> void unpack_row(E* to, const A* from, int64_t dim, A
   for (; d < dim; d++) store<1>(to + d, A(from[d] * factor));
 }
 
+#if defined(__x86_64__) && !defined(__AVX512F__)
+// to[16 × 16] = fromᵀ, by blocks of 4 × 4.
+FUNCREC_INLINE void transpose_16(float* to, int64_t to_stride, const float* from, int64_t stride) {
+  for (int j = 0; j < 16; j += 4)
+    for (int d = 0; d < 16; d += 4) {
+      const float* at = from + j * stride + d;
+      __m128 a = _mm_loadu_ps(at), b = _mm_loadu_ps(at + stride), c = _mm_loadu_ps(at + 2 * stride), e = _mm_loadu_ps(at + 3 * stride);
+      _MM_TRANSPOSE4_PS(a, b, c, e);
+      float* out = to + d * to_stride + j;
+      _mm_storeu_ps(out, a), _mm_storeu_ps(out + to_stride, b), _mm_storeu_ps(out + 2 * to_stride, c), _mm_storeu_ps(out + 3 * to_stride, e);
+    }
+}
+#endif
+
 // to[width × rows] = fromᵀ for rows and width that are multiples of 16; rows of `to` are `to_row` apart.
 template <class A> void transposed(A* to, int64_t to_row, const A* from, int64_t width, int64_t rows) {
   for (int64_t j = 0; j < rows; j += 16)
     for (int64_t d = 0; d < width; d += 16) {
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
       if constexpr (sizeof(A) == 4) {
         transpose_16(to + d * to_row + j, to_row, from + j * width + d, width);
         continue;

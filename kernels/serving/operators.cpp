@@ -381,6 +381,27 @@ std::tuple<Tensor, Tensor> jagged_attention(
   return {out, logs};
 }
 
+// -- interactions -----------------------------------------------------------------------------------------------------
+
+Tensor dot_interaction(Tensors x) {
+  static const Entry entry = Object::get().entry("dot_interaction");
+  if (x.empty()) fail("dot_interaction", "there is no part.", "0 parts", "one or more");
+  Call call("dot_interaction");
+  const ScalarType dtype = x[0].scalar_type();
+  int64_t vectors = 0;
+  if (const int64_t number = number_of(dtype); number < 0 || number > F64) call.fail("a part is no stack of vectors", x[0], "f32, f64, f16 or bf16");
+  for (Tensor& part : x) {
+    if (part.dim() != 3 || part.scalar_type() != dtype || !part.is_cpu() || part.size(0) != x[0].size(0) || part.size(2) != x[0].size(2))
+      call.fail("the parts do not fit each other", part, "[B, F, D] of one B, D and dtype, on the CPU");
+    part = packed(part), vectors += part.size(1);
+  }
+  call.add({number_of(dtype), x[0].size(0), x[0].size(2), int64_t(x.size())});
+  for (const Tensor& part : x) call.pointer(part).add({part.size(1), part.size(1) * part.size(2)});
+  const Tensor out = empty({x[0].size(0), vectors * (vectors - 1) / 2}, dtype);
+  call.pointer(out).run(entry);
+  return out;
+}
+
 }  // namespace
 
 // The schemas are those of kernels/library.py; a test compares them.
@@ -396,6 +417,7 @@ STABLE_TORCH_LIBRARY(funcrec_cpp, m) {
   m.def("jagged_attention(Tensor queries, Tensor keys, Tensor values, Tensor offsets, Tensor key_offsets, Tensor? position_bias, Tensor? time_bias, "
         "Tensor? query_times, Tensor? key_times, Tensor? num_targets, float scale, float normalizer, bool softmax, bool causal) -> (Tensor, Tensor)");
   m.def("bag_extrema(Tensor values, Tensor offsets, bool greatest, bool placed) -> (Tensor, Tensor)");
+  m.def("dot_interaction(Tensor[] x) -> Tensor");
   m.def("find_ids(Tensor tags, Tensor entries, Tensor ids, Tensor valid, int shared, int salt) -> Tensor");
   m.def("find_columns(Tensor[] state, Tensor ids, Tensor offsets, int[] how, SymInt[] columns) -> Tensor");
   m.def("from_padded(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor");
@@ -412,6 +434,7 @@ STABLE_TORCH_LIBRARY_IMPL(funcrec_cpp, CPU, m) {
   m.impl("to_padded", TORCH_BOX(&to_padded));
   m.impl("jagged_attention", TORCH_BOX(&jagged_attention));
   m.impl("bag_extrema", TORCH_BOX(&bag_extrema));
+  m.impl("dot_interaction", TORCH_BOX(&dot_interaction));
   m.impl("find_ids", TORCH_BOX(&find_ids));
   m.impl("find_columns", TORCH_BOX(&find_columns));
   m.impl("from_padded", TORCH_BOX(&from_padded));

@@ -60,6 +60,13 @@ ROWS = [
     ),
     ("factorization_machine of ids", lambda: nn.factorization_machine(X.long()), TypeError, "`x` is not a float"),
     ("dot_interaction of a vector", lambda: nn.dot_interaction(X[0]), ValueError, "need  f[B, F, D]"),
+    ("dot_interaction with ids", lambda: nn.dot_interaction(X[None], X[None].long()), TypeError, "`more[0]` is not a"),
+    (
+        "dot_interaction with another dim",
+        lambda: nn.dot_interaction(X[None], X[None, :, :2]),
+        ValueError,
+        "`more[0]` does not continue `x`.",
+    ),
     (
         "position_weights of a key that is not there",
         lambda: nn.position_weights({"z": 3}).apply({"z": X[0]}, fr.KeyedJaggedTensor.from_lists({"a": [[1]]})),

@@ -315,6 +315,8 @@ def everything(ask, implementation: str, num_ids: int) -> list:
         "take_ranges": (weights, offsets[:-1].flip(0), offsets.diff().flip(0), num_ids),
         "bucketize": (rows, offsets, weights, 7, num_rows // 6 + 1), "to_padded": (weights[:, None], offsets, 9),
         "from_padded": (d.reshape(num_bags, 8, 16), offsets, num_ids),
+        "dot_interaction": ([d[:, None, :dim], d.view(num_bags, 2, dim)],),
+        "dot_interaction_transpose": (d[:, :3], [d[:, None, :dim], d.view(num_bags, 2, dim)]),
         "bag_extrema": (weights.reshape(-1, 4), offsets // 4, True, True),
         "bag_extrema_transpose": (d[:, 0], offsets, offsets[:-1], num_ids),
     }  # fmt: skip

@@ -60,6 +60,9 @@ def calls() -> Iterator[tuple]:
         x = torch.tensor([[3, 1], [3, 0], [2, 5], [7, 7], [7, 9], [0, 1], [4, 2]]).to(dtype)
         yield "bag_extrema", (x, OFFSETS, True, True)
         yield "bag_extrema", (x[:, :1].contiguous(), OFFSETS.int(), False, False)
+        if dtype.is_floating_point:
+            yield "dot_interaction", ([x[:, None], torch.stack([x, x + 1, x * x], 1)],)
+            yield "dot_interaction", ([x[:, None].transpose(1, 2)],)
     for ids in (ROWS, ROWS.clamp(-2, 30).int(), torch.arange(200) - 50, ROWS[:0]):
         for tags in (TAGS, TAGS + 127):  # id 3 is in every row, and one row of the two has its tag
             yield "find_ids", (tags, ENTRIES, ids, torch.tensor(len(ids)), 3, 0)
@@ -103,6 +106,8 @@ WRONG = {
     "a negative length": ("to_padded", (ROWS, OFFSETS, -1, 0.0)),
     "other bags": ("from_padded", (ROWS[:6].view(3, 2), OFFSETS, 6)),
     "the greatest bool": ("bag_extrema", (ROWS > 0, OFFSETS, True, True)),
+    "vectors of ints": ("dot_interaction", ([ROWS.view(7, 1, 1)],)),
+    "vectors of other dims": ("dot_interaction", ([TABLE.view(6, 1, 5), TABLE.view(6, 5, 1)],)),
     "tags of half a bucket": ("find_ids", (TAGS[:64], ENTRIES[:64], ROWS, torch.tensor(7), 0, 0)),
     "fewer entries": ("find_ids", (TAGS, ENTRIES[:64], ROWS, torch.tensor(7), 0, 0)),
     "ids of floats": ("find_ids", (TAGS, ENTRIES, ROWS.double(), torch.tensor(7), 0, 0)),

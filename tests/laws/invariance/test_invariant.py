@@ -224,3 +224,14 @@ def test_whole_numbers_are_as_they_are():
     n = torch.arange(-5, 7)
     f = lambda n: (n.sum(), n**2, n.sum(dtype=torch.float64), (n > 0).sum(), n.cumsum(0), n.clone().add_(3))
     equal(fr.invariant(f)(n), f(n))
+
+
+def test_interactions_have_the_same_bits_on_every_instruction_set():
+    """The kernel of dot products is fast by fused operations of the processor; under `invariant` it is the product of
+    the reference, with the bits of a product that is written out."""
+    x = torch.randn(5, 4, 300, generator=torch.Generator().manual_seed(0))
+    i, j = torch.tril_indices(4, 4, -1)
+    want = fr.invariant(lambda x: (x @ x.mT)[:, i, j])(x)
+    assert torch.equal(fr.invariant(fr.nn.dot_interaction)(x), want)
+    slopes = fr.invariant(torch.func.grad(lambda x: fr.nn.dot_interaction(x).sum()))(x)
+    assert torch.equal(slopes[1:2], fr.invariant(torch.func.grad(lambda x: fr.nn.dot_interaction(x).sum()))(x[1:2]))
