@@ -2,6 +2,7 @@
 
 Damaged code is compiled again."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from funcrec.kernels import files
-from torch._inductor import config, cpu_vec_isa
+from torch._inductor import codecache, config, cpu_vec_isa
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
@@ -140,6 +141,35 @@ def test_without_a_compiler_the_error_says_so(tmp_path):
     told = f"import torch, funcrec as fr\ntry:\n    {call}\nexcept RuntimeError as e:\n    print(e)"
     said = run(told, tmp_path, PATH="", CXX="").communicate(timeout=200)[0]
     assert "funcrec.jit: there is no C++ compiler." in said and "\n  need  g++ or clang++" in said
+
+
+def test_one_compiled_header_serves_all_processes(tmp_path, monkeypatch):
+    """The eighth program of a process compiles the header. The process asks torch for the header once, unless its file
+    is deleted. The first program of a later process includes it, with any folder for code."""
+    asked = []
+
+    def compiled(header, command, **flags):
+        asked.append(header)
+        (tmp_path / "h.h.gch").touch()
+        return f"{tmp_path}/h.h"
+
+    def begin(folder):
+        monkeypatch.setattr(_inductor, "COMPILED", itertools.count(1))
+        monkeypatch.setattr(_inductor, "HEADERS", {})
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / folder))
+
+    monkeypatch.setattr(codecache, "_precompile_header", compiled)
+    monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
+    flags = {"vec_isa": cpu_vec_isa.pick_vec_isa(), "device_type": "cpu", "include_pytorch": False, "shared": True}
+    path = f"{tmp_path}/h.h"
+    begin("one")
+    assert [_inductor.compiled_header(flags) for _ in range(9)] == [None] * 7 + [path] * 2
+    (tmp_path / "h.h.gch").unlink()
+    assert _inductor.compiled_header(flags) == path and len(asked) == 2
+    begin("another")
+    assert _inductor.compiled_header(flags) == _inductor.compiled_header(flags) == path and len(asked) == 3
+    with config.patch({"aot_inductor.enable_line_tables": False}):
+        assert _inductor.compiled_header(flags) is None  # another command
 
 
 # -- names -------------------------------------------------------------------------------------------------------
