@@ -13,7 +13,9 @@ ladder: $(VENV)/.installed
 	for model in lr fm dlrm widedeep deepfm dcnv2 din; do \
 	  $(RUN) -m funcrec.examples.ctr --model $$model --out runs/$$model || exit 1; done
 
-test: $(VENV)/.tested serving
+# pip, which works on one core, installs packages while the server is compiled.
+test:
+	$(MAKE) --jobs=2 $(VENV)/.tested serving
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pytest -q -n 3 --dist loadgroup
@@ -30,10 +32,9 @@ wheel: $(VENV)/.installed
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
 	  -C cmake.define.FUNCREC_SERVING=ON -C cmake.define.Python_EXECUTABLE=$(abspath $(RUN)) -C build-dir=build/wheel .
 
-# Packages in C++ without Python: a library, and build/serving/funcrec-serve. Boost's headers come as a package where the system has none.
-serving: $(VENV)/.installed
-	PATH="$(abspath $(VENV))/bin:$$PATH"; command -v cmake > /dev/null || $(RUN) -m pip install --quiet cmake; \
-	[ -e /usr/include/boost/beast.hpp ] || $(RUN) -m pip show --quiet cmeel-boost || $(RUN) -m pip install --quiet -c .ci/constraints.txt cmeel-boost; \
+# Packages in C++ without Python: a library, and build/serving/funcrec-serve.
+serving: $(VENV)/.boost
+	PATH="$(abspath $(VENV))/bin:$$PATH"; \
 	cmake -S kernels -B build/serving -DFUNCREC_SERVING=ON -DPython_EXECUTABLE=$(abspath $(RUN)) && cmake --build build/serving --parallel 2
 
 # The guide and the reference as a site: open build/docs/index.html.
@@ -91,8 +92,15 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt kernels/CMakeLists.txt ke
 	$(RUN) -m pip install --quiet -c .ci/constraints.txt -e ".[data,plots]"
 	touch $@
 
-$(VENV)/.tested: $(VENV)/.installed
-	$(RUN) -m pip install --quiet -c .ci/constraints.txt -e ".[test,fbgemm-cpu,torchrec]"
+# What the server is compiled with, as packages where the system has none: cmake, and Boost's headers.
+$(VENV)/.boost: $(VENV)/.installed
+	PATH="$(abspath $(VENV))/bin:$$PATH"; command -v cmake > /dev/null || $(RUN) -m pip install --quiet cmake
+	[ -e /usr/include/boost/beast.hpp ] || $(RUN) -m pip install --quiet -c .ci/constraints.txt cmeel-boost
+	touch $@
+
+# funcrec itself is installed: pip adds what its extras need, and builds nothing. One pip at a time writes into the environment.
+$(VENV)/.tested: $(VENV)/.installed | $(VENV)/.boost
+	$(RUN) -m pip install --quiet -c .ci/constraints.txt "funcrec[test,fbgemm-cpu,torchrec]"
 	$(RUN) -m pip install --quiet -c .ci/constraints.txt --no-deps torchrec
 	touch $@
 
