@@ -1,4 +1,4 @@
-// funcrec-at-once PACKAGE OTHER-WEIGHTS SECONDS DELTA..: runs, swaps and deltas from several threads at once. Each
+// funcrec-at-once PACKAGE OTHER-WEIGHTS SECONDS DELTA..: runs, swaps, ways back and deltas from several threads at once. Each
 // answer must equal, bit for bit, the answer of the version that it names. Then the weights are read without a program,
 // because a sanitizer sees only these reads.
 #include <atomic>
@@ -18,7 +18,7 @@ using namespace funcrec::serving;
 namespace {
 
 constexpr int READERS = 3;
-std::atomic<long> runs = 0, changes = 0, wrong = 0;
+std::atomic<long> runs = 0, changes = 0, wrong = 0, backs = 0;
 
 struct Question {
   std::vector<float> dense, weights;
@@ -87,9 +87,16 @@ int main(int count, char** words) {
     }
   };
   std::atomic<int> turn = 0;
-  at_once(seconds, run, [&] { change([&] { package->swap(turn++ % 4 ? folder : other); }, [&](const std::string& d) { package->apply(d); }); });
-  std::printf("package: %ld runs of %zu versions, %ld deltas, %ld wrong\n", runs.load(), seen.size(), changes.load(), wrong.load());
-  const bool all = seen.size() == right.size() && changes > 0;
+  const auto swap = [&] {
+    package->swap(turn++ % 4 ? folder : other);
+    try {
+      if (turn % 3 == 0) package->back(package->kept()), backs++;
+    } catch (const Bad&) {  // another thread has replaced the kept weights
+    }
+  };
+  at_once(seconds, run, [&] { change(swap, [&](const std::string& d) { package->apply(d); }); });
+  std::printf("package: %ld runs of %zu versions, %ld deltas, %ld ways back, %ld wrong\n", runs.load(), seen.size(), changes.load(), backs.load(), wrong.load());
+  const bool all = seen.size() == right.size() && changes > 0 && backs > 0;
 
   std::map<std::string, uint64_t> sums;
   const Manifest& m = package->manifest();

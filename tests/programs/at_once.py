@@ -3,9 +3,10 @@
     PYTHONPATH=tests python -m programs.at_once --mode address|thread [--seconds 10]
 
 The program funcrec-at-once (kernels/serving/at_once.cpp) runs a package in three threads while two other threads
-exchange its weights and apply deltas. Each answer must equal, bit for bit, the answer of the version that it names. At
-the end, three threads read the bytes of the weights themselves. A sanitizer sees those reads. The compiled program and
-torch are built without a sanitizer, and `ignore_noninstrumented_modules` ignores their accesses. Nothing is suppressed.
+exchange its weights, go back, and apply deltas. Each answer must equal, bit for bit, the answer of the version that it
+names. At the end, three threads read the bytes of the weights themselves. A sanitizer sees those reads. The compiled
+program and torch are built without a sanitizer, and `ignore_noninstrumented_modules` ignores their accesses. Nothing is
+suppressed.
 """
 
 import argparse

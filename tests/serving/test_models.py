@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from programs.serving import ONE, Server, infer, is_right, predict, some_request
 
+import funcrec as fr
+
 pytestmark = pytest.mark.xdist_group("serving")
 
 
@@ -100,6 +102,18 @@ def test_an_update_changes_one_model(several):
     with contextlib.closing(several.connect()) as connection:  # at the address of requests
         connection.request("POST", "/models/b/rollback", b'{"version": "40"}', {"Content-Type": "application/json"})
         assert connection.getresponse().status == 403
+
+
+def test_a_publisher_updates_one_model(program, tmp_path):
+    """`fr.update_server` at the address of a model brings this model, and no other, to the newest weights."""
+    newest = tmp_path / "0000000001-step-1-aaaaaa.weights"
+    newest.mkdir()
+    (newest / "version").write_text("7")
+    with Server(program, "a=sums", "b=sums-40", "--updates", str(tmp_path)) as server:
+        assert fr.update_server(f"http://127.0.0.1:{server.admin}/models/b", tmp_path) == "7"
+        assert [m["version"] for m in get(server, "/models")[1]["models"]] == ["0", "7"]
+        with pytest.raises(ConnectionError, match="404"):
+            fr.update_server(f"http://127.0.0.1:{server.admin}/models/c", tmp_path)
 
 
 def test_one_request_goes_back(program, updates):
