@@ -215,6 +215,7 @@ EXAMPLES: dict[str, str] = {
     "replicas": '("group",)',
     "ratings": "fr.data.movielens_1m()",
     "row_alignment": "16",
+    "runs": "[(fitted.history, plan)]",
     "rows": "torch.tensor([0, 2])",
     "rtol": "1e-5",
     "rule": "lambda row, grad, slots, hyper: (row - hyper.lr * grad, slots)",
