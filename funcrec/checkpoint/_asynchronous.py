@@ -6,6 +6,7 @@ One save runs at a time: the next save waits for it, and raises its error. The e
 """
 
 import atexit
+import concurrent.futures.thread  # noqa: F401, whose own end was registered first
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -143,6 +144,10 @@ def copy_of(x: Tensor) -> Tensor:
     """Return a copy on the CPU with memory of its own."""
     plain = x.detach().cpu()
     return plain.clone() if plain.device == x.device else plain
+
+
+# Before the threads of concurrent.futures end, which clients of stores need: an atexit function would come too late.
+threading._register_atexit(finish)  # type: ignore[attr-defined]
 
 
 @atexit.register

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from funcrec.files._urls import reason
+
 T = TypeVar("T")
 TRIES = 3
 
@@ -60,7 +62,7 @@ class Folder:
                 return OpenFile(path, fd)
             except OSError as own:
                 error = own
-        raise OSError(error.errno, error.strerror, str(path))
+        raise OSError(error.errno, reason(error), str(path))
 
     def has(self, name: str) -> bool:
         return self.error is None and os.access(name, os.F_OK, dir_fd=self.fd)

@@ -180,7 +180,7 @@ class Url:
             got = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0][:200]
             need, hint = "an answer of the store", "its credentials and endpoint, from its own environment variables"
             if kind is FileNotFoundError:
-                need, hint = "an object that is there", "another URL"
+                need, hint = "a bucket that is there" if what == "written" else "an object that is there", "another URL"
             new = kind(message(self.call, [Problem(f"`{self.text}` cannot be {what}.", got, need, hint)]))
             new.errno = errno.ENOENT if kind is FileNotFoundError else getattr(error, "errno", None) or errno.EIO
             new.store_said = got  # type: ignore[attr-defined]

@@ -122,9 +122,17 @@ def test_wrong_trees_are_told_at_once(tmp_path):
 
 
 def test_the_end_of_a_program_waits(tmp_path):
-    """A program that ends first finishes its save, even if it ends with an error."""
-    save = "fr.save(sys.argv[1], {'x': torch.ones(10**6)}, asynchronous=True)"
-    code = f"import sys, torch, funcrec as fr\n{save}\nraise SystemExit(3)"
+    """A program that ends first finishes its save, even if it ends with an error. What the save uses runs until then,
+    such as the threads of a store's client."""
+    slow = "time.sleep(0.3), ThreadPoolExecutor(1).submit(real, *paths).result()"
+    lines = [
+        "import os, sys, time, torch, funcrec as fr",
+        "from concurrent.futures import ThreadPoolExecutor",
+        f"real, os.replace = os.replace, lambda *paths: ({slow})",
+        "fr.save(sys.argv[1], {'x': torch.ones(10**6)}, asynchronous=True)",
+        "raise SystemExit(3)",
+    ]
+    code = "\n".join(lines)
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.pt")]).returncode == 3
     assert bool((fr.load(tmp_path / "a.pt")["x"] == 1).all())
 
