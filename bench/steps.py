@@ -68,8 +68,9 @@ def funcrec_step(
     reference: bool = False,
     compiled: bool = True,
     donate: tuple[str, ...] = ("state",),
+    invariant: bool = False,
 ) -> Contender:
-    """Return funcrec's step. reference: whether it runs in plain torch, not compiled."""
+    """Return funcrec's step. reference: whether it runs in plain torch, not compiled. invariant: as in train_step."""
     plain = fr.models.loss(model)
 
     def loss_fn(params, batch, *, key):
@@ -78,7 +79,7 @@ def funcrec_step(
 
     step = fr.train_step(
         loss_fn, sparse=fr.optim.rowwise_adagrad(lr=LR, eps=EPS), has_aux=True,
-        dense=fr.optim.dense(DENSE_OPTIMIZERS[case.model], lr=DENSE_LRS[case.model]),
+        dense=fr.optim.dense(DENSE_OPTIMIZERS[case.model], lr=DENSE_LRS[case.model]), invariant=invariant,
     )  # fmt: skip
     fast = fr.jit(step, donate=donate) if compiled and not reference else step
     held, turn = {"state": step.init(params)}, itertools.cycle(batches)

@@ -61,23 +61,42 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     @functools.wraps(fn)
     def run(*args: A.args, **kwargs: A.kwargs) -> R:
         refuse_followed(tree_leaves((args, kwargs)))
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            got, need = "torch.compile or torch.export", "fr.jit, or fr.export with `invariant` outermost"
+            fail(CALL, "torch's own tracing does not see the call.", got=got, need=need, kind=TypeError)
         with own_errors(CALL, fn, *args, *kwargs.values(), need="arguments of `fn`"), Invariant():
             out = fn(*args, **kwargs)
         refuse_followed(tree_leaves(out))  # The function may close over what autograd follows.
         return out
 
+    run.invariant_of = fn
     return run
+
+
+def plain_of(fn: Callable) -> Callable | None:
+    """Return f of invariant(f), or None for any other function."""
+    return getattr(fn, "invariant_of", None)
 
 
 class Invariant(TorchDispatchMode):
     """A mode in which each operator takes its place in the table, or raises."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.composing: list[Any] = []  # the operators whose parts run
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         how, run = place_of(func)
+        if how == "composed" and func in self.composing:
+            how, run = "unknown", func  # torch composes it of itself
         if how == "composed":
-            with self:  # Each part has its own place.
-                out = run(*args, **kwargs)
+            self.composing.append(func)
+            try:
+                with self:  # Each part has its own place.
+                    out = run(*args, **kwargs)
+            finally:
+                self.composing.pop()
         elif how == "in place":
             out = self.written(run, types, args, kwargs)
         else:

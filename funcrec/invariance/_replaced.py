@@ -1,5 +1,6 @@
 """torch's composed operators by operations of a fixed order, and the table of all that are replaced."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,9 +82,9 @@ def bce_with_logits(x: Tensor, y: Tensor, weight: Any = None, pos_weight: Any = 
 def variance(x: Tensor, dims: Any, correction: float | None = 1, *, output_dtype: torch.dtype | None = None) -> Tensor:
     """Return the sum of squared distances from the mean, divided by n - correction."""
     dims = list(dims) if dims else list(range(x.dim()))
-    count = torch.Size(x.shape[d] for d in dims).numel()
-    square = (x - _sums.mean_of(x, dims, True)).square()
-    total = _sums.sum_of(square, dims) / max(count - (1 if correction is None else correction), 0)
+    count = math.prod(x.shape[d] for d in dims)
+    apart = x - _sums.mean_of(x, dims, True)
+    total = _sums.sum_of(apart * apart, dims) / max(count - (1 if correction is None else correction), 0)
     return total if output_dtype is None else total.to(output_dtype)
 
 

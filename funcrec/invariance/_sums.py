@@ -1,5 +1,6 @@
 """torch's products and sums by the two operations whose order is fixed: `invariant_bmm` and `invariant_sum`."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -71,16 +72,14 @@ def sum_of(
     x = x.double() if dtype == torch.float64 else x
     if not over:
         return x.to(dtype)
-    kept = [d for d in range(x.dim()) if d not in over]
+    kept, size = [d for d in range(x.dim()) if d not in over], lambda dims: math.prod(x.shape[d] for d in dims)
     shape = [1 if d in over else n for d, n in enumerate(x.shape) if keepdim or d not in over]
-    if not x.numel():
-        return x.new_zeros(shape, dtype=dtype)
     first, last = over[0], over[-1]
     if over == list(range(first, last + 1)):  # neighbours: the operation reads the memory as it is
-        outer, inner = x.shape[:first].numel(), x.shape[last + 1 :].numel()
-        return ordered("invariant_sum", x.reshape(outer, -1, inner)).reshape(shape).to(dtype)
-    rows = torch.Size(x.shape[d] for d in kept).numel()
-    return ordered("invariant_sum", x.permute(*kept, *over).reshape(rows, -1, 1)).reshape(shape).to(dtype)
+        cut = size(range(first)), size(over), size(range(last + 1, x.dim()))
+        return ordered("invariant_sum", x.reshape(cut)).reshape(shape).to(dtype)
+    moved = x.permute(*kept, *over).reshape(size(kept), size(over), 1)
+    return ordered("invariant_sum", moved).reshape(shape).to(dtype)
 
 
 def sum_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -93,7 +92,7 @@ def mean_of(
     dtype = dtype or x.dtype
     total = sum_of(wide(x), dims, keepdim, dtype=torch.float64 if dtype == torch.float64 else None)
     over = dims or range(x.dim())
-    return (total / torch.Size(x.shape[d] for d in over).numel()).to(dtype)
+    return (total / math.prod(x.shape[d] for d in over)).to(dtype)
 
 
 def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:

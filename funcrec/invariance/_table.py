@@ -26,7 +26,8 @@ def words(text: str) -> frozenset[str]:
 
 # Names of operators, with all of their overloads that do not reduce.
 EXACT = words("""
-    abs alias amax amin aminmax arange argmax argmin argsort as_strided_scatter bitwise_and bitwise_or bitwise_xor
+    abs alias amax amin aminmax arange argmax argmin argsort as_strided_scatter bitwise_and bitwise_left_shift
+    bitwise_not bitwise_or bitwise_right_shift bitwise_xor __and__ __or__ __xor__ __lshift__ __rshift__
     bucketize cat ceil clamp clamp_max clamp_min clone constant_pad_nd copy copy_ copysign count_nonzero cummax cummin
     detach detach_ diagonal_copy diagonal_scatter div embedding empty empty_like empty_permuted empty_strided eq eye
     fill fill_ flip floor fmax fmin fmod frac full full_like gather ge gt hardtanh hardtanh_backward heaviside
@@ -60,8 +61,8 @@ def _place_of(func: OpOverload) -> tuple[str, Callable]:
         return "replaced", REPLACED[func]
     if func.namespace.startswith("funcrec") and name in PRODUCTS:
         return "composed", getattr(reference, name)
-    if is_exact(func, name):
-        return "exact", func
+    if is_exact(func, name):  # A program may hold no views that are operators of prims.
+        return ("composed", func.impl_aten) if func.namespace == "prims" else ("exact", func)
     if func.namespace != "aten":
         return "unknown", func
     pure = getattr(getattr(aten, name[:-1], None), func._overloadname, None) if name.endswith("_") else None

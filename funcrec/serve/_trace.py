@@ -7,6 +7,7 @@ values, writes, draws, and tensors that are closed over. Then torch.export trace
 Shapes: B examples, F keys, N ids; without inverse indices B bags of each key, with them U.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from funcrec.core import (
     tree_leaves,
     tree_unflatten,
 )
+from funcrec.invariance import check_operators, plain_of, replacements
 from funcrec.jagged import KeyedJaggedTensor, expand_bags, inverse_value_problems, with_bags
 from funcrec.serve._weights import NAMES
 from funcrec.tables import Batch, bounded, kind_of_tables, lookups_seen, table_shapes
@@ -119,7 +121,7 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
     flat = [leaves[i].detach() for i in order]  # a tensor that occurs twice is two inputs, which may differ later
     seen: list = []  # values of the last trace
 
-    def run(*xs: Tensor) -> tuple[Tensor, ...]:
+    def run(predict: Callable, *xs: Tensor) -> tuple[Tensor, ...]:
         own = dict(zip(order, xs, strict=False))
         batch = form.batch(xs[len(order) :])
         with lookups_seen() as lookups:
@@ -131,9 +133,9 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
     with torch.no_grad():
         said = [f"params.{names[i]}" for i in order] + [f"batch.{x['name']}" for x in form.specs()]
         with own_errors(CALL, predict, params, form.batch(form.sample()), need="parameters and a batch that it reads"):
-            staged = stage(CALL, run, [*flat, *form.sample()], said)
+            staged = stage(CALL, functools.partial(run, predict), [*flat, *form.sample()], said)
         check(CALL, captured_problems(staged.captured))
-        exported = export_of(run, [*flat, *form.sample()], form, max_batch, max_ids)
+        exported = export_of(run, predict, [*flat, *form.sample()], form, max_batch, max_ids)
     xs, batch, out, lookups = seen
     param_names = {id(x): names[i] for x, i in zip(xs, order, strict=False)}
     return Program(exported, outputs_of(out), features_of(batch.ids, lookups), tables_of(lookups, param_names))
@@ -164,8 +166,12 @@ def reads_examples(predict: Callable, params: Any, batch: Batch) -> bool:
     return True
 
 
-def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, max_ids: int):
-    """Return a program of flat tensors, exported by torch.export without known faults of Inductor."""
+def export_of(run: Callable, predict: Callable, inputs: list[Tensor], form: Form, max_batch: int, max_ids: int):
+    """Return a program of flat tensors, exported by torch.export without known faults of Inductor.
+
+    torch.export records above the mode of `invariant`, whose table then replaces operators in the program.
+    """
+    plain = plain_of(predict)
     bags = torch.export.Dim("B", min=1, max=max(max_batch, 2 * SAMPLE_BAGS))
     num_ids = torch.export.Dim("N", min=0, max=max(max_ids, 2 * SAMPLE_IDS))
     shared = torch.export.Dim("U", min=1, max=max(max_batch, 2 * SAMPLE_SHARED))
@@ -173,15 +179,20 @@ def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, m
     open_sizes = [{i: sizes[n] for i, n in enumerate(spec["shape"]) if n in sizes} for spec in form.specs()]
     shapes = (None,) * (len(inputs) - len(open_sizes)) + tuple(open_sizes)
     module = torch.nn.Module()
-    module.forward = run
+    module.forward = functools.partial(run, predict if plain is None else plain)
     imported(FOR_EXPORT)
     try:
         with warnings.catch_warnings():  # torch warns of its own old calls
             warnings.simplefilter("ignore", FutureWarning)
             exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,), strict=False)
-            return exported.run_decompositions({**DECOMPOSITIONS, LINSPACE: no_whole_linspace})
+            known = {**DECOMPOSITIONS, LINSPACE: no_whole_linspace}
+            if plain is None:
+                return exported.run_decompositions(known)
+            program = exported.run_decompositions({**known, **replacements()})
+            check_operators(program.graph)
+            return program
     except Exception as error:
-        if str(error).startswith(CALL) or is_of_handler(error):
+        if str(error).startswith((CALL, "funcrec.invariant")) or is_of_handler(error):
             raise
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         need = "a function of tensors that is the same for every batch size and number of ids"

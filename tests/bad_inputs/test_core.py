@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import funcrec as fr
-from funcrec.testing import assert_trees_close, check_adjoint, check_grads
+from funcrec.testing import assert_trees_close, check_adjoint, check_grads, check_invariant
 
 META = torch.device("meta")
 i64 = lambda *numbers: torch.tensor(numbers, dtype=torch.int64)
@@ -306,6 +306,9 @@ ROWS = {
         use_reentrant=False))(fr.Params({}, f32(2))), TypeError, "runs torch.utils.checkpoint", "fr.optim.accumulate"),
     # testing
     "check_grads: no floats": e(lambda: check_grads(lambda x: x, (i64(1),)), TypeError, "no float tensor"),
+    "check_invariant: no examples": e(lambda: check_invariant(torch.abs, f32()), ValueError, "no number of examples"),
+    "check_invariant: a number": e(lambda: check_invariant(torch.sum, f32(2)), ValueError, "not one of examples",
+        "f32[]"),
     "check_adjoint: paths": e(lambda: check_adjoint(lambda x: {"y": x}, lambda y: y["y"], f32(2), {"z": f32(2)}),
         (AssertionError, KeyError), "y"),
     "assert_trees_close: structure": e(lambda: assert_trees_close([f32(1)], (f32(1),)), AssertionError, "structures"),

@@ -63,6 +63,7 @@ MAY_RETURN = (
     Row("classes are the last dimension", "random.categorical", "logits", {"f32[1, 1, 1, 1]"}),
     Row("inputs are any floats, of any function", r"testing.(check_transforms|transform_cells)", "x|f",
         {"f32[1, 1, 1, 1]", "f32[0]", "f64[]", "function"}),
+    Row("a batch is a tree of any tensors", r"testing.check_invariant", "batch", NUMBERS | {"c64[2]", "i64[17]"}),
     Row("no transform at all", r"testing.(check_transforms|transform_cells|law)", "modes|may_raise", {"()"}),
     Row("an example is read when its tests run", "testing.law", r"example.*"),
     Row("a tolerance is any number from 0 on", "testing.law", "rtol|atol", {"7", "0"}),

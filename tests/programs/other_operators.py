@@ -63,6 +63,13 @@ def calls() -> Iterator[tuple]:
         if dtype.is_floating_point:
             yield "dot_interaction", ([x[:, None], torch.stack([x, x + 1, x * x], 1)],)
             yield "dot_interaction", ([x[:, None].transpose(1, 2)],)
+    for dtype in (torch.float32, torch.float64):
+        a, b = (torch.rand(2, n, 300, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (3, 5))
+        yield "invariant_bmm", (a, b.mT)
+        yield "invariant_bmm", (a.mT.contiguous().mT[:, :, 1:], b.mT.contiguous()[:, 1:])
+        yield "invariant_bmm", (a[:, ::2], b[:, :0].mT)
+        yield "invariant_sum", (a,)
+        yield "invariant_sum", (a.mT,)
     for ids in (ROWS, ROWS.clamp(-2, 30).int(), torch.arange(200) - 50, ROWS[:0]):
         for tags in (TAGS, TAGS + 127):  # id 3 is in every row, and one row of the two has its tag
             yield "find_ids", (tags, ENTRIES, ids, torch.tensor(len(ids)), 3, 0)
@@ -108,6 +115,10 @@ WRONG = {
     "the greatest bool": ("bag_extrema", (ROWS > 0, OFFSETS, True, True)),
     "vectors of ints": ("dot_interaction", ([ROWS.view(7, 1, 1)],)),
     "vectors of other dims": ("dot_interaction", ([TABLE.view(6, 1, 5), TABLE.view(6, 5, 1)],)),
+    "operands of two sizes": ("invariant_bmm", (torch.rand(1, 2, 3), torch.rand(1, 4, 2))),
+    "operands of two dtypes": ("invariant_bmm", (torch.rand(1, 2, 3), torch.rand(1, 3, 2).double())),
+    "one matrix": ("invariant_bmm", (torch.rand(2, 3), torch.rand(3, 2))),
+    "a sum of halves": ("invariant_sum", (torch.rand(1, 2, 3).half(),)),
     "tags of half a bucket": ("find_ids", (TAGS[:64], ENTRIES[:64], ROWS, torch.tensor(7), 0, 0)),
     "fewer entries": ("find_ids", (TAGS, ENTRIES[:64], ROWS, torch.tensor(7), 0, 0)),
     "ids of floats": ("find_ids", (TAGS, ENTRIES, ROWS.double(), torch.tensor(7), 0, 0)),

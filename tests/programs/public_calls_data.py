@@ -198,6 +198,7 @@ def tested() -> list[Call]:
         check_adjoint=(testing.check_adjoint,
             {"forward": lambda x: x * 2, "transpose": lambda x: x * 2, "x": f32(2), "y": f32(2), "key": KEY}),
         zero_padding=(testing.zero_padding, {"tree": BAGS}),
+        check_invariant=(lambda fn, batch: testing.check_invariant(fn, batch), {"fn": torch.abs, "batch": f32(4, 3)}),
         check_transforms=(lambda f, x, **how: testing.check_transforms(f, x, **how),
             {"f": torch.sin, "x": f32(2), "modes": ["grad"], "may_raise": ["jvp"]}),
         transform_cells=(lambda f, x, modes: testing.transform_cells(f, x, modes=modes),

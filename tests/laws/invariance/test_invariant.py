@@ -7,7 +7,8 @@ import torch
 from programs.surroundings import on_threads
 
 import funcrec as fr
-from funcrec.testing import assert_trees_close
+from funcrec.invariance import check_operators, replacements
+from funcrec.testing import assert_trees_close, check_invariant
 
 equal = functools.partial(assert_trees_close, rtol=0, atol=0)
 KEYS, SIZES = ("user", "item", "tag"), (300, 40)
@@ -62,17 +63,24 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prediction_does_not_see_its_batch(name):
-    """An example's prediction has the same bits alone, first, last, twice, among others in any order, and on two and
-    three threads; and it is the model's, up to rounding."""
+    """An example's prediction has the same bits alone, first, last, twice, among others in any order, and on any
+    threads; and it is the model's, up to rounding."""
     init, plain = MODELS[name]()
-    params, rows, predict = init(fr.key(0)), list(range(37)), fr.invariant(plain)
-    whole = predict(params, batch_of(rows))
-    assert_trees_close(whole, plain(params, batch_of(rows)), rtol=1e-4, atol=1e-6)
-    for others in ([5], [36], [5, 5], [4, 36, 5], rows[::-1], rows[9:28]):
-        equal(predict(params, batch_of(others)), whole[others])
-    for n in (2, 3):
-        with on_threads(n):
-            equal(predict(params, batch_of(rows)), whole)
+    params, batch, predict = init(fr.key(0)), batch_of(range(37)), fr.invariant(plain)
+    assert_trees_close(predict(params, batch), plain(params, batch), rtol=1e-4, atol=1e-6)
+    check_invariant(lambda batch: predict(params, batch), batch)
+
+
+def test_the_check_finds_what_sees_its_batch():
+    """A mean over the batch, and products of torch's own library, fail the check; other results and batches raise."""
+    batch = batch_of(range(37))
+    with pytest.raises(AssertionError, match="differ"):
+        check_invariant(lambda b: b.dense - b.dense.mean(0), batch)
+    with pytest.raises(ValueError, match="not one of examples"):
+        check_invariant(lambda b: b.dense.mean(), batch)
+    with pytest.raises(ValueError, match="no number of examples"):
+        check_invariant(lambda b: b["x"], {"x": torch.ones(3), "y": torch.ones(4)})
+    check_invariant(lambda ids: ids.lengths.reshape(len(KEYS), -1).T, batch.ids)
 
 
 def step_of(**options):
@@ -158,9 +166,25 @@ def test_functions_are_torchs_up_to_rounding_with_their_derivatives(name):
     assert_trees_close(fr.invariant(d)(X), d(X), rtol=1e-4, atol=1e-5)
     tangent = lambda x: jvp(f, (x,), (x.flip(0),))
     assert_trees_close(fr.invariant(tangent)(X), tangent(X), rtol=1e-4, atol=1e-5)
+    fr.jit(fr.invariant(d)).lower(X)
     stack = torch.stack([X, X.flip(0)])
     equal(fr.invariant(vmap(f))(stack), torch.stack([fr.invariant(f)(x) for x in stack]))
     equal(vmap(fr.invariant(f))(stack), fr.invariant(vmap(f))(stack))
+
+
+@pytest.mark.parametrize("name", ["softmax", "layer_norm", "power", "bce", "differences"])
+def test_an_exported_program_gets_the_tables_operators(name):
+    """torch.export's program of the plain function, with the table's operators in it, has the bits of invariant(f) for
+    other numbers of rows, too; with any other operator it raises."""
+    module, rows = torch.nn.Module(), torch.export.Dim("B", min=1, max=100)
+    module.forward = FUNCTIONS[name]
+    program = torch.export.export(module, (X,), dynamic_shapes=({0: rows},), strict=False)
+    changed = program.run_decompositions(replacements())
+    check_operators(changed.graph)
+    for x in (X, X[:1], X.repeat(3, 1)):
+        equal(changed.module()(x), fr.invariant(FUNCTIONS[name])(x))
+    with pytest.raises(TypeError, match="no fixed order"):
+        check_operators(program.run_decompositions({}).graph)
 
 
 REFUSED = {
@@ -185,7 +209,8 @@ def test_an_operator_without_a_fixed_order_raises(name):
 
 
 def test_a_derivative_from_outside_raises():
-    """grad, jvp, and autograd around the call raise; a derivative inside, and jit and vmap around, run."""
+    """grad, jvp, and autograd around the call raise, and so does torch.export; a derivative inside, and jit and vmap
+    around, run."""
     f = fr.invariant(lambda w: (X @ w).square().sum())
     w = noise(8, 2)
     for outside in (grad(f), lambda w: jvp(f, (w,), (w,)), lambda w: f(w.requires_grad_())):
@@ -196,6 +221,10 @@ def test_a_derivative_from_outside_raises():
         fr.invariant(lambda: (X @ held).sum())()
     with torch.no_grad():
         fr.invariant(lambda: (X @ held).sum())()
+    module = torch.nn.Module()
+    module.forward = fr.invariant(lambda x: x.sum(1))
+    with pytest.raises(TypeError, match="torch's own tracing"):
+        torch.export.export(module, (X,), strict=False)
 
 
 def test_an_interrupted_call_leaves_no_mode():
@@ -222,7 +251,19 @@ def test_few_rows(rows):
 def test_whole_numbers_are_as_they_are():
     """Sums, powers and means of whole numbers are torch's."""
     n = torch.arange(-5, 7)
-    f = lambda n: (n.sum(), n**2, n.sum(dtype=torch.float64), (n > 0).sum(), n.cumsum(0), n.clone().add_(3))
+    f = lambda n: (
+        ~n,
+        n << 2,
+        n >> 1,
+        n & 3,
+        torch.gcd(n, n + 2),
+        n.sum(),
+        n**2,
+        n.sum(dtype=torch.float64),
+        (n > 0).sum(),
+        n.cumsum(0),
+        n.clone().add_(3),
+    )
     equal(fr.invariant(f)(n), f(n))
 
 
