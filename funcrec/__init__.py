@@ -137,6 +137,8 @@ from funcrec.sharding import towers as towers
 from funcrec.history import apply_delta as apply_delta
 from funcrec.history import Delta as Delta
 from funcrec.history import delta as delta
+from funcrec.dry import dry_run as dry_run
+from funcrec.dry import DryRun as DryRun
 from funcrec.planner import Hardware as Hardware
 from funcrec.planner import plan as plan
 from funcrec.planner import TableConstraint as TableConstraint

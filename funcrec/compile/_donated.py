@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from funcrec.core import DonatedError, Problem, fail, message, tree_leaves
 
@@ -88,7 +89,8 @@ def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
     """Raise if two leaves share donated memory."""
     if not donated:
         return
-    spans = sorted((*memory_span(x), i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel())
+    has_memory = lambda x: isinstance(x, Tensor) and x.numel() and not isinstance(x, FakeTensor)  # `dry_run` has none
+    spans = sorted((*memory_span(x), i) for i, x in enumerate(leaves) if has_memory(x))
     before: dict[bool, tuple[int, int]] = {}  # {whether donated: (the furthest end, its leaf)}
     for start, end, i in spans:
         for is_donated, (reach, first) in before.items():

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from funcrec.compile._compiled import Compiled
 from funcrec.compile._keys import show_key
 from funcrec.compile._writes import leaves_read
 from funcrec.core import fail
-from funcrec.mesh import LEAVES
+from funcrec.mesh import LEAVES, group_of
 
 
 class Sent(NamedTuple):
@@ -33,9 +32,7 @@ def collectives_of(graph: torch.fx.Graph) -> Iterator[Sent]:
             operand, *how, group = node.args
             x: Tensor = operand.meta["val"]
             name = node.target.name().partition("::")[2]
-            yield Sent(
-                name, tuple(x.shape), x.dtype, LEAVES[node.target](x.nbytes, _resolve_process_group(group), *how)
-            )
+            yield Sent(name, tuple(x.shape), x.dtype, LEAVES[node.target](x.nbytes, group_of(group), *how))
 
 
 class Lowered(NamedTuple):

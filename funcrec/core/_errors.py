@@ -27,6 +27,7 @@ STAGES = {
     "stores",
     "sharding",
     "planner",
+    "dry",
     "train",
     "cached",
     "history",

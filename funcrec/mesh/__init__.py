@@ -3,6 +3,7 @@
 import funcrec.core as _core
 from funcrec.mesh._axes import Axis as Axis
 from funcrec.mesh._axes import AxisName as AxisName
+from funcrec.mesh._axes import are_emulated as are_emulated
 from funcrec.mesh._axes import bind as bind
 from funcrec.mesh._axes import bound as bound
 from funcrec.mesh._axes import bound_names as bound_names
@@ -38,6 +39,9 @@ from funcrec.mesh._mesh import Mesh as Mesh
 from funcrec.mesh._mesh import alone as alone
 from funcrec.mesh._mesh import ambient as ambient
 from funcrec.mesh._mesh import axes_problems as axes_problems
+from funcrec.mesh._paper import Backend as Backend
+from funcrec.mesh._paper import group_of as group_of
+from funcrec.mesh._paper import on_paper as on_paper
 from funcrec.mesh._parts import Part as Part
 from funcrec.mesh._parts import cut as cut
 from funcrec.mesh._parts import flatten_parts as flatten_parts

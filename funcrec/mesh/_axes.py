@@ -74,6 +74,12 @@ def bound_names() -> tuple[str, ...]:
     return tuple(bound.get())
 
 
+def are_emulated(names: Sequence[str]) -> bool:
+    """Return whether the ranks of these axes, which are bound here, run in this process."""
+    axes = bound.get()
+    return all(axes[a].group is None for a in names)
+
+
 def bound_axis(call: str, name: str) -> Axis:
     """Return the bound axis with this name."""
     axes = bound.get()

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from funcrec.core import one_level_below, tree_flatten, tree_unflatten
 from funcrec.mesh._axes import Axis
+from funcrec.mesh._paper import backend_of
 
 _c10d = torch.ops._c10d_functional
 AWAIT, SWAP = _c10d.wait_tensor.default, _c10d.all_to_all_single.default
@@ -87,7 +86,7 @@ def _is_gloo(group: str) -> bool:
     On gloo a swap sends as many bytes as other collectives in half the time. A gather copies twice the values that it
     receives, and a scatter of sums is a whole all-reduce.
     """
-    return dist.get_backend(_resolve_process_group(group)) == "gloo"
+    return backend_of(group) == "gloo"
 
 
 def _start_gather(x: Tensor, call: Call) -> Tensor:
@@ -184,11 +183,22 @@ def _tangents(call: Call, marker: Tensor, tangents: Sequence[Tensor | None]) -> 
 def _emulated(call: Call, size: int, xs: Sequence[Tensor], dims: Sequence[int | None]):
     """Return the results of all ranks, stacked.
 
-    A result that all ranks share is not batched, and stands for n equal results.
+    A result that all ranks share is not batched, and stands for n equal results. With fewer members than ranks
+    (`shard_map` compares forms alone) the members are some ranks, and only the form of each result is right.
     """
     stack = lambda x, d: x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
-    made = [EXCHANGES[call.kind].emulate(stack(x, d), call) for x, d in zip(xs, dims, strict=True)]
+    emulate = EXCHANGES[call.kind].emulate if size == call.size else _formal
+    made = [emulate(stack(x, d), call) for x, d in zip(xs, dims, strict=True)]
     return tuple(y for y, _ in made), tuple(0 if varies else None for _, varies in made)
+
+
+def _formal(x: Tensor, call: Call) -> tuple[Tensor, bool]:
+    """Return a value of the form that the collective returns, for some of the ranks: x[r] of each of them."""
+    if call.kind in ("psum", "psum_invariant"):
+        return x.sum(0, dtype=x.dtype), False
+    if call.kind == "all_gather":
+        return x[:1].expand(call.size, *x.shape[1:]).clone(), False
+    return (x.sum(1, dtype=x.dtype) if call.kind == "psum_scatter" else x.clone()), True
 
 
 def _alone(x: Tensor, call: Call) -> Tensor:

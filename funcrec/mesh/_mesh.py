@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from funcrec.core import Count, Positive, Problem, check, fail, typed
 from funcrec.kernels import library
 from funcrec.mesh._axes import Axis
+from funcrec.mesh._paper import PaperRanks
 
 TIMEOUT_S = 300.0
 LET_GO_S = 0.25
@@ -155,6 +156,7 @@ class Mesh:
                 need="what all ranks run alike: where nothing follows the function they run its program",
                 hint="fr.jit of the derivative, such as fr.jit(torch.func.grad(f)); or f without jit", kind=TypeError,
             )  # fmt: skip
+        check("funcrec.Mesh", paper_problems(self.device_mesh))
         out = []
         for name in names:
             index, group = self.coordinates[name], self.device_mesh.get_group(name)
@@ -173,7 +175,7 @@ class Mesh:
         text = ", ".join(f"{name}={n}" for name, n in self.axes)
         if self.is_emulated:
             return f"Mesh.emulated({text})"
-        return f"Mesh.distributed({text}) at rank {dist.get_rank()} of {self.size}"
+        return f"Mesh.distributed({text}) at rank {self.device_mesh.get_rank()} of {self.size}"
 
 
 # This is an operator, so that no compiler folds this rank's place into the code:
@@ -236,6 +238,12 @@ def _let_go() -> None:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def paper_problems(ranks: object) -> Iterator[Problem]:
+    if isinstance(ranks, PaperRanks) and not ranks.is_open:
+        need, hint = "the call of `make` that got it", "fr.Mesh.emulated(...) or fr.Mesh.distributed(...)"
+        yield Problem("the mesh of a dry run exists in no process.", "a call after the dry run", need, hint)
 
 
 def axes_problems(axes: Mapping[str, int]) -> Iterator[Problem]:

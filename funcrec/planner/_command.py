@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     own.add_argument("--picture", type=Path, help="ranks x tables, as PNG or SVG; needs matplotlib")
     options = parser.parse_args(argv)
     try:
-        spec = read(options.spec)
+        spec = read(CALL, options.spec)
         with solver_on_stderr():
             made = plan_of(spec)
     except WRONG as error:
@@ -83,29 +83,34 @@ def solver_on_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def read(path: Path) -> Any:
+def read(call: str, path: Path) -> Any:
     """Return the content of a file of JSON, or of YAML by the ending of the name."""
     text = path.read_text()
     if path.suffix not in (".yaml", ".yml"):
         try:
             return json.loads(text)
         except ValueError as error:
-            fail(CALL, f"`{path}` is not JSON.", got=str(error), need="JSON, or YAML in a file of that ending")
+            fail(call, f"`{path}` is not JSON.", got=str(error), need="JSON, or YAML in a file of that ending")
     try:
         import yaml
     except ImportError:
         hint = "pip install 'funcrec[plan]', or the same as JSON"
-        fail(CALL, f"`{path}` is YAML.", got="no module yaml", need="PyYAML", hint=hint, kind=ImportError)
+        fail(call, f"`{path}` is YAML.", got="no module yaml", need="PyYAML", hint=hint, kind=ImportError)
     return yaml.safe_load(text)
 
 
 def plan_of(spec: Any) -> Plan:
-    """Return the plan for a specification.
+    """Return the plan for a specification."""
+    return plan(**arguments_of(CALL, spec))
+
+
+def arguments_of(call: str, spec: Any) -> dict[str, Any]:
+    """Return the arguments of `plan` for a specification.
 
     `optimizer` is a name of `fr.optim`, and the `dtype` of a table is a name of torch. `placements` are those of
     `Plan.to_json`.
     """
-    check(CALL, spec_problems(spec))
+    check(call, spec_problems(spec))
     own = dict(spec)
     own["tables"] = [TableConfig(**{**t, **_dtype(t)}) for t in own["tables"]]
     own["features"] = [FeatureConfig(**f) for f in own["features"]]
@@ -119,7 +124,7 @@ def plan_of(spec: Any) -> Plan:
         own["placements"] = {n: placement(**p) for n, p in own["placements"].items()}
     if isinstance(own.get("optimizer"), str):
         own["optimizer"] = getattr(optim, own["optimizer"])()
-    return plan(**own)
+    return own
 
 
 def _dtype(table: Mapping) -> dict:

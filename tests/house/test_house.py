@@ -29,7 +29,7 @@ ORDER = (
     ("optim", "nn", "data", "metrics", "losses", "kinds"),
     ("sharding", "models", "retrieval"),
     ("train", "planner"),
-    ("history", "cached"),
+    ("history", "cached", "dry"),
     ("checkpoint",),
     ("loop", "serve"),
     ("interop", "testing"),

@@ -37,6 +37,7 @@ NOT_HERE = {
     "runs what it is given, and says numbers": ["fit", "Fitted", "evaluate", "evaluate_retrieval"],
     "runs what it is given: tests/compile/test_control.py has its laws": ["cond", "while_loop", "fori_loop"],
     "stages a function: tests/compile has its laws of tracked inputs": ["jit", "Lowered", "eval_shape", "debug_print"],
+    "stages a step on shapes, and says numbers": ["dry_run", "DryRun"],
     "gradients of examples: per_example_grads, which is here, calls them all": [
         "sum_examples", "example_norms", "example_dots", "gradient_noise_scale", "private_grads",
     ],

@@ -34,6 +34,8 @@ MAY_RETURN = (
     Row("a prediction reads of its parameters what it likes", r"\.export", r"params\.tables",
         NUMBERS | {"bool[3]", "i64[17]", "()", "JaggedTensor"}),
     Row("tensors by name", r"\.save_safetensors", r"tensors\[.*", NUMBERS | {"bool[3]", "i64[17]"}),
+    Row("a dry run on other ranks, with fewer estimates", r"\.dry_run", r"mesh\[.*|plan|backend|rank",
+        {"7", "0", "None"}),
     Row("a text", r"\.save_safetensors", r"metadata\[.*", {"'no'"}),
     Row("no rows have no answers", r"\.predict", r"rows\[.*", {"()", "f32[0]"}),
     Row("a log of up to 7 rows", r"\.logged", r"rows\[.*", {"7"}),

@@ -5,6 +5,7 @@ have no row for their own constructor. Their fields may be anything that a tree 
 Functions check the fields when they use them.
 """
 
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -317,6 +318,14 @@ def meshes() -> list[Call]:
         plan_rated=(fr.plan, {"tables": CONFIGS, "features": FEATURES, "mesh": {"a": 2}, "batch_size": 8,
             "hardware": [fr.Hardware.named("cpu")] * 2,
             "placements": {c.name: fr.row_wise("a") for c in CONFIGS}}),
+        dry_run=(
+            partial(
+                fr.dry_run,
+                lambda mesh: fr.train_step(lambda p, x: p.dense["w"].sum(), sparse=SPARSE, mesh=mesh, plan=PLAN),
+                params=PARAMS, batch=f32(2),
+            ),
+            {"mesh": {"a": 2, "b": 2}, "hardware": "cpu", "plan": PLAN, "backend": "gloo", "rank": 1},
+        ),
         Hardware=(fr.Hardware, {"name": "mine", "memory_bytes": 10**9, "memory_bytes_per_s": 1e9,
             "link_bytes_per_s": 1e9, "host_bytes_per_s": 1e8, "ranks_per_host": 2}),
         Hardware_named=(fr.Hardware.named, {"name": "h100"}),

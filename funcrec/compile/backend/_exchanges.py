@@ -9,11 +9,10 @@ Shapes: n ranks in a group; the operand of a swap is [n, ...], a block for each 
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from funcrec.mesh import AWAIT, SWAP, has_effect
+from funcrec.mesh import AWAIT, SWAP, group_of, has_effect
 
 aten = torch.ops.aten
 
@@ -32,7 +31,7 @@ def swaps_of(graph: Graph) -> Iterator[Node]:
     for node in graph.nodes:
         if node.target is AWAIT and node.args[0].target is SWAP:
             sent, *splits, group = node.args[0].args
-            n = _resolve_process_group(group).size()
+            n = group_of(group).size()
             if splits == [[1] * n] * 2 and sent.meta["val"].shape[0] == n:
                 yield node
 
@@ -66,7 +65,7 @@ def keep_own_blocks(graph: Graph) -> None:
     for wait in list(swaps_of(graph)):
         swap = wait.args[0]
         x, *_, group = swap.args
-        own, reads = _resolve_process_group(group).rank(), list(block_reads(wait))
+        own, reads = group_of(group).rank(), list(block_reads(wait))
         if x.meta["val"].shape[0] != 2 or None in reads or {block for _, block in reads} != {0, 1}:
             continue  # With an unread block, the exchange would be dead code on the rank that has the other block.
         splits = [int(r != own) for r in range(2)]

@@ -157,12 +157,15 @@ def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequenc
     parts = [tables[s.table] for s in shards]  # only tables of this bank: other tables may have another dtype
     narrow = parts[0].dim() == 1
     out = blank((len(ranks) * own.rows, *([] if narrow else [own.width])), parts)
+    numbers: dict[int, list[int]] = {}
+    for k, r in enumerate(ranks):
+        numbers.setdefault(r, []).append(k)
     for s in shards:
         dim = dict(layout.shapes)[s.table][1]
         whole = tables[s.table] if narrow else cut_columns(tables[s.table], own.bits, dim, s.first, s.last)
         for i, (rank, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
-            part = whole[i * s.part : (i + 1) * s.part]
-            for at in (k * own.rows + start for k, r in enumerate(ranks) if r == rank):
+            for at in (k * own.rows + start for k in numbers.get(rank, ())):
+                part = whole[i * s.part : (i + 1) * s.part]
                 out = written(out, (slice(at, at + part.shape[0]),), part)
     return out
 
