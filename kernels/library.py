@@ -326,8 +326,9 @@ def _without_derivative(namespace: str, name: str) -> Callable:
 
     def run(keyset, *args, **kwargs):
         if is_differentiating():
-            for x in args:
-                if any(map(is_tracked_here, x if isinstance(x, (list, tuple)) else (x,))):
+            for x in args:  # a list has tensors alone or numbers alone, and those of many ranks are many
+                own = x if isinstance(x, (list, tuple)) else (x,)
+                if own and isinstance(own[0], torch.Tensor) and any(map(is_tracked_here, own)):
                     refuse_derivatives(name, namespace.removeprefix("funcrec_"))
         return packet.default.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 

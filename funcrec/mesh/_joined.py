@@ -16,6 +16,7 @@ from funcrec.core import in_parts, ravel
 from funcrec.mesh._collectives import all_gather, all_to_all, axis_size
 
 MOST_JOINED = 1 << 16  # bytes of all ranks together: to move fewer takes less time than one more exchange
+MOST_APART = 8  # ranks whose small tensors are split one rank after the other
 BITS = {torch.int32: torch.float32, torch.int64: torch.float64}
 
 
@@ -36,11 +37,17 @@ def gather_each(
     large = {i: x for i, x in sent.items() if not is_small([x], n)}
     small = carried({i: x for i, x in sent.items() if i not in large})
     joined, unravel = ravel(small)
-    # Unbind by rank: of such a value each of two ranks sends only the part of the other rank (`compile._passes`).
-    got = [x.unbind(0) for x in all_gather((*large.values(), *joined), axes)]
-    of_rank = [unravel(buffers) for buffers in zip(*got[len(large) :], strict=True)]
-    form = lambda x, like: as_bits(x, like.dtype).reshape(like.shape)
-    of_all = dict(zip(large, got, strict=False)) | {i: tuple(form(own[i], sent[i]) for own in of_rank) for i in small}
+    # Unbind by rank: of such a value each of two ranks sends only the part of the other rank (`compile._passes`). For
+    # many ranks all values are split at once, because a split for each rank would be as many operations.
+    gathered = all_gather((*large.values(), *joined), axes)
+    form = lambda x, like, *lead: as_bits(x, like.dtype).reshape((*lead, *like.shape))
+    of_all = {i: x.unbind(0) for i, x in zip(large, gathered, strict=False)}
+    if n > MOST_APART:
+        stacked = unravel(gathered[len(large) :])
+        of_all |= {i: form(stacked[i], sent[i], n).unbind(0) for i in small}
+    else:
+        of_rank = [unravel(buffers) for buffers in zip(*(x.unbind(0) for x in gathered[len(large) :]), strict=True)]
+        of_all |= {i: tuple(form(own[i], sent[i]) for own in of_rank) for i in small}
     return {i: tuple(y.to(apart[i].dtype) for y in ys) for i, ys in of_all.items()}
 
 

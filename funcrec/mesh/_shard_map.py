@@ -203,18 +203,20 @@ def _run_emulated(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, 
     return _rebuild(tree, [join(x, p.spec, sizes) for p, x in zip(results, first, strict=True)])
 
 
-def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_specs):
+def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_specs, members: Mapping = {}):
     """Return the results of f, which runs under a vmap for each axis. The first axis is outermost.
 
     The result is the tree of one rank's results, its parts, each part with all axes in front, and for each tensor of a
     part the axes that it depends on.
+
+    members: {axis: how many of its ranks run}, for the forms of results alone.
     """
     leaves, structure = tree_flatten(stacked)
     axes_of = [p.spec.axes for p, x in zip(parts, stacked, strict=True) for _ in tree_leaves(x)]
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     # Marker a holds a rank's place on axis a. Only the vmap level of that
     # axis batches it, and so a collective finds its level.
-    markers = [torch.arange(n, device=_device(parts)) for n in sizes.values()]
+    markers = [torch.arange(members.get(a, n), device=_device(parts)) for a, n in sizes.items()]
     found: dict[str, Any] = {}
 
     def one_rank(markers, *tensors):
@@ -284,13 +286,15 @@ def _check_alike(call: str, parts: Sequence[Part], names: Sequence[str], alike: 
 def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs) -> Iterator[Problem]:
     """Report the results that may differ between ranks, while f is staged.
 
-    It runs f for all ranks at once, on shapes alone, and adds no operation to the program.
+    It runs f for two ranks of each axis at once, on shapes alone, and adds no operation to the program. Two show what
+    depends on a rank, and more would cost more: work and static arguments grow with the ranks that run.
     """
-    sizes = {a: mesh.shape[a] for a in names}
+    sizes = {a: min(mesh.shape[a], 2) for a in names}
     cut_by = lambda p: [sizes[a] for a in sizes if a in p.spec.axes]
     some = lambda p: tree_map(lambda x: x.new_empty([*cut_by(p), *x.shape]) if isinstance(x, Tensor) else x, p.value)
     with disable_proxy_modes_tracing():
-        _, results, whole, varying = _emulate(f, sizes, parts, list(map(some, parts)), args, out_specs)
+        each = {a: mesh.shape[a] for a in names}
+        _, results, whole, varying = _emulate(f, each, parts, list(map(some, parts)), args, out_specs, sizes)
     yield from unequal(results, whole, varying, sizes)
 
 

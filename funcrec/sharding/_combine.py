@@ -16,15 +16,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from funcrec.jagged import offsets_of
 from funcrec.kernels import ops
 from funcrec.kernels.forms import Feature
 from funcrec.mesh import Codec, send
-from funcrec.sharding._lanes import Lane, Routes
+from funcrec.sharding._lanes import Lane, Routes, places_of
 from funcrec.sharding._route import Routed
 from funcrec.sharding.placement._layout import Bank
 from funcrec.tables import Bags, FeatureConfig, RowGrads, gather_rows, pooled_lookup
 
 Banks = Mapping[str, Tensor]
+MOST_ADDED = 8  # the most ranks whose values are added, or stacked, one by one
+ADDED_ALIKE = (torch.float32, torch.float64)  # the dtypes in which a lookup adds as torch.add does
 
 
 def pooled_there(
@@ -159,13 +162,45 @@ def combine(pooled: Sequence[Tensor], routed: Routed, routes: Routes, codec: Cod
     """
     back = send("all_to_all", pooled, routes.axes, codec, routes.widths) if routes.axes else pooled
     out, group_of = {}, routes.group_of_place
+    place_of = {own: {i: k for k, i in enumerate(own)} for own in set(routes.served)}
+    # The sum runs over the owners of the table's parts, in the order of the parts, not in the order
+    # of the bag's ids. So it has other bits than in one process.
+    at = {i: [(r, place_of[routes.served[r]][i]) for r in x.shard.ranks] for i, x in enumerate(routes.lanes)}
+    many: dict[tuple[int, Bank], list[int]] = {}
     for i, lane in enumerate(routes.lanes):
-        # The sum runs over the owners of the table's parts, in the order of the parts, not in the order
-        # of the bag's ids. So it has other bits than in one process.
-        at = [(r, routes.served[r].index(i)) for r in lane.shard.ranks]
-        each = [own_bags(back[group_of[k]][r], lane, routes.columns[k]) for r, k in at]
-        out[i] = _divided(functools.reduce(torch.add, each), routed, i, lane.feature)
-    return out
+        groups = {group_of[k] for _, k in at[i]}
+        if len(at[i]) > MOST_ADDED and len(groups) == 1 and back[0].dtype in ADDED_ALIKE:
+            many.setdefault((*groups, lane.bank), []).append(i)
+            continue
+        out[i] = functools.reduce(
+            torch.add, (own_bags(back[group_of[k]][r], lane, routes.columns[k]) for r, k in at[i])
+        )
+    for (group, bank), lanes in many.items():
+        places = [k for k in routes.places_of_banks[bank] if group_of[k] == group]
+        out |= _added(back[group], bank, places, {i: at[i] for i in lanes}, routes)
+    return {i: _divided(own_bags(out[i], x), routed, i, x.feature) for i, x in enumerate(routes.lanes)}
+
+
+def _added(
+    x: Tensor, bank: Bank, places: Sequence[int], at: Mapping[int, Sequence[tuple[int, int]]], routes: Routes
+) -> dict[int, Tensor]:
+    """Return {lane: f[B, D], the sum of its bags over its owners, in their order}, for lanes of a bank.
+
+    It is one lookup, of bags that hold a row of each owner. Additions would be one operation for each lane and owner.
+
+    x: f[n, B, W], what the owners sent for a group of places. places: those of the bank in the group. at: {lane: its
+    (owner, place)}.
+    """
+    first, number, num_bags = routes.columns[places[0]], {k: j for j, k in enumerate(places)}, x.shape[1]
+    table = x[:, :, first : first + len(places) * bank.dim].reshape(-1, bank.dim)  # row (r · B + b) · K + j
+    begin = [r * num_bags * len(places) + number[k] for owners in at.values() for r, k in owners]
+    counts = [len(owners) for owners in at.values()]
+    begins, bags = torch.tensor(begin, device=x.device).split(counts), torch.arange(num_bags, device=x.device)[:, None]
+    rows = torch.cat([(b + bags * len(places)).flatten() for b in begins])
+    offsets = offsets_of(torch.tensor(counts, device=x.device)[:, None].expand(-1, num_bags).flatten())
+    forms = [Feature(0, 0, j * num_bags, 0, False, False, j * bank.dim) for j in range(len(at))]
+    total = pooled_lookup([table], [rows], offsets, None, forms, num_bags)
+    return dict(zip(at, total.split(bank.dim, 1), strict=True))
 
 
 def combine_transpose(
@@ -186,8 +221,12 @@ def combine_transpose(
         own = _served(d_lanes, routes.served[0], routed, routes)
         d = send("all_gather", own, routes.axes, codec, routes.widths)
     else:
-        each = [_served(d_lanes, lanes, routed, routes) for lanes in routes.served]
-        d = send("all_to_all", [torch.stack(x) for x in zip(*each, strict=True)], routes.axes, codec, routes.widths)
+        if routes.num_ranks > MOST_ADDED:
+            own = [_served_by_all(d_lanes, routed, routes, g) for g in range(len(routes.groups))]
+        else:
+            each = [_served(d_lanes, lanes, routed, routes) for lanes in routes.served]
+            own = [torch.stack(x) for x in zip(*each, strict=True)]
+        d = send("all_to_all", own, routes.axes, codec, routes.widths)
     terms: dict[Bank, list[Bags]] = {b: [] for b in routes.places_of_banks}
     # Terms sender by sender, in the order of the global batch: `coalesce` adds the gradients of a row in this order.
     for sender, d_groups in enumerate(zip(*(x.unbind(0) for x in d), strict=True)):
@@ -208,6 +247,24 @@ def _served(d_lanes: Mapping[int, Tensor], lanes: Sequence[int], routed: Routed,
         each = [blank(k) if lanes[k] < 0 else with_zeros(d_lanes[lanes[k]], num_bags) for k in places]
         out.append(torch.cat(each, 1))
     return out
+
+
+def _served_by_all(d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, group: int) -> Tensor:
+    """Return the cotangents of a group's lanes for every rank, f[n, B_g, W_g]: a stack of `_served`.
+
+    Each bank takes the lanes of all ranks in one operation, where `_served` takes them one by one.
+    """
+    places, num_bags, blocks = routes.groups[group][1], _bags_of(routed, routes, group), []
+    for bank, own in places_of(routes.banks[k] for k in places).items():  # places of a bank are adjacent
+        at = [[routes.served[r][places[j]] for j in own] for r in range(routes.num_ranks)]
+        lanes = sorted({i for row in at for i in row if i >= 0})
+        number = {i: j for j, i in enumerate(lanes)} | {-1: len(lanes)}  # the last is zeros
+        kept = [with_zeros(d_lanes[i], num_bags) for i in lanes]
+        stacked = torch.stack([*kept, torch.zeros_like(d_lanes[0][:1, :1]).expand(num_bags, bank.dim)])
+        wanted = torch.tensor([number[i] for row in at for i in row], device=stacked.device)
+        taken = stacked.index_select(0, wanted).unflatten(0, (routes.num_ranks, len(own)))
+        blocks.append(taken.transpose(1, 2).flatten(2))
+    return torch.cat(blocks, 2)
 
 
 def with_zeros(d: Tensor, num_bags: int) -> Tensor:

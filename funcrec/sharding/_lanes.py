@@ -5,17 +5,18 @@ Shapes: B bags, L lanes, N ids, W columns that a rank sends back.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcrec.core import replace
+from funcrec.core import replace, value_below
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_ids, offsets_of, take_ranges
 from funcrec.kernels import owners
 from funcrec.kernels.ops import Owners
+from funcrec.mesh import are_emulated, is_readable
 from funcrec.sharding.placement._layout import Bank, Layout, Shard
 from funcrec.tables import FeatureConfig, Hash, hash_lanes
 
@@ -169,6 +170,22 @@ def read_ids(ids: KeyedJaggedTensor, lanes: Sequence[Lane], *, placed: bool) -> 
     bags = JaggedTensor(ids.values, ids.offsets)
     bags = replace(bags, values=hashed(bags, [of_key.get(k, (None, 0)) for k in ids.keys]))
     return ReadIds(bags, owners_of, ranges[0][1] - ranges[0][0], capacity, bounds, False)
+
+
+def room_for(capacity: int | None, most: int, routes: Routes, counts: Callable[[], Tensor]) -> int:
+    """Return the room of a block: for all ids of a rank, or, of emulated ranks, for the fullest block.
+
+    Real ranks exchange blocks of one size, which cannot depend on ids. Emulated ranks see the ids of all ranks: with
+    room for all ids of a rank, n ranks would hold n · n · `most` numbers. Unused room changes no bit.
+
+    capacity: the room that the caller chose, or None. most: room for all ids. counts: () -> the ids for each owner.
+    """
+    if capacity is not None and routes.axes:
+        return min(capacity, most)
+    if not routes.axes or not are_emulated(routes.axes):
+        return most
+    fullest = counts()
+    return max(1, int(value_below(fullest).amax())) if is_readable(fullest) and most else most
 
 
 def lanes_of(lanes: Sequence[Lane], num_bags: int) -> list[Owners]:

@@ -8,6 +8,8 @@ shape depends on an id. An owner keeps the rows of each sender apart, because th
 Shapes: n ranks, B bags on each, L lanes, K lanes on a rank, C rows in a block.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels import ops
 from funcrec.kernels.reference_jagged import place_among
 from funcrec.mesh import all_to_all
-from funcrec.sharding._lanes import Routes, is_weighted_mean, read_ids, weight_scales
+from funcrec.sharding._lanes import Routes, is_weighted_mean, read_ids, room_for, weight_scales
 from funcrec.sharding.placement._layout import Bank
 
 
@@ -68,18 +70,18 @@ def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, place
     """
     read = read_ids(ids, routes.lanes, placed=placed)
     weights, n, device = read.bags.weights, routes.num_ranks, ids.values.device
-    room = min(capacity, read.capacity) if capacity is not None and routes.axes else read.capacity
     most = max(read.capacity, *(b.rows for b in routes.banks))
-    blocks, counts, sent = ops.owner_blocks(
+    blocks_of = functools.partial(
+        ops.owner_blocks,
         read.bags.values,
         read.bags.offsets,
         read.lanes,
         routes.served,
         read.num_bags,
-        room,
         wide=most >= 1 << 31,  # i32 takes half the bytes
-        placed=read.is_placed,
     )
+    room = room_for(capacity, read.capacity, routes, lambda: blocks_of(0)[1])
+    blocks, counts, sent = blocks_of(room, placed=read.is_placed)
     exchanged = [blocks]
     if weights is not None:
         # An owner multiplies each row by s_i in the lookup. For a weighted mean the lookup divides the whole sum by the

@@ -19,7 +19,7 @@ from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels.owners import NOWHERE
 from funcrec.mesh import Codec, all_to_all, send
 from funcrec.sharding._combine import lane_forms, with_zeros
-from funcrec.sharding._lanes import Routes, lane_bags, lane_of, owned_rows
+from funcrec.sharding._lanes import Routes, lane_bags, lane_of, owned_rows, room_for
 from funcrec.sharding._sequences import lane_places
 from funcrec.sharding.placement._layout import Bank
 from funcrec.tables import Bags, Entries, RowGrads
@@ -64,7 +64,6 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
     used = [x.feature for x in routes.lanes]
     bags, n, banks = lane_bags(ids, used), routes.num_ranks, list(routes.lanes_of_banks)
     num_bags, device = bags.num_bags // len(used), bags.values.device
-    room = bags.capacity if capacity is None else min(capacity, bags.capacity)
     is_id = torch.arange(bags.capacity, device=device) < bags.offsets[-1]
     owned = torch.where(is_id, owned_rows(bags, routes.lanes), -1)
     # An owner's row of a bank has one number: owner · total + start of the bank + row. Sorting puts equal rows next to
@@ -83,6 +82,7 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
     edges = edges + ordered.new_zeros(1)  # under vmap each member then has its own edges, contiguous in memory
     ends = nth[torch.searchsorted(ordered, edges)]  # distinct rows before each bank of each owner
     before, counts = ends[:: len(banks)][:n], ends[:: len(banks)].diff()
+    room = room_for(capacity, bags.capacity, routes, lambda: counts)
     # The place of a row is the first place of its owner's block, plus the number of distinct
     # rows of that owner before it. All ids of the row share the place.
     owner = torch.div(ordered, total, rounding_mode="floor").clamp(max=n - 1)

@@ -10,6 +10,7 @@ Shapes: n ranks, M touched rows, w columns of a bank, D of a table.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,10 +52,9 @@ def column_banks(sparse: RowOptimizer, layout: Layout) -> dict[str, list[str]]:
     return out
 
 
-def places(layout: Layout, bank: int) -> list[list[int]]:
-    """Return for each rank the numbers of the shards of a bank that the rank holds."""
-    shards = [(i, s) for i, s in enumerate(layout.shards) if s.bank == bank]
-    return [[i for i, s in shards if r in s.ranks] for r in range(layout.banks[bank].num_ranks)]
+def blocks_held(layout: Layout) -> Counter[tuple[int, int]]:
+    """Return {(bank, rank): the number of shards of the bank that the rank holds}, counting a rank once in a shard."""
+    return Counter((s.bank, r) for s in layout.shards for r in set(s.ranks))
 
 
 def tables_in_place(sparse: RowOptimizer, columns: Mapping[str, list[str]], layout: Layout) -> list[str]:
@@ -65,9 +65,8 @@ def tables_in_place(sparse: RowOptimizer, columns: Mapping[str, list[str]], layo
     """
     if sparse.is_elementwise:
         return list(columns)
-    crowded = {
-        s.table for s in layout.shards if s.table in columns and any(len(own) > 1 for own in places(layout, s.bank))
-    }
+    full = {bank for (bank, _), count in blocks_held(layout).items() if count > 1}
+    crowded = {s.table for s in layout.shards if s.table in columns and s.bank in full}
     return [t for t in columns if sparse.is_gradient_wise and t not in crowded]
 
 
@@ -78,11 +77,13 @@ def whole_banks(sparse: RowOptimizer, layout: Layout) -> tuple[str, ...]:
     return tuple(b for t in tables for b in columns[t])
 
 
-def first_column(layout: Layout, bank: int) -> Tensor:
-    """Return the first column that this rank holds of a bank's table, i64[]; 0 if it holds no column."""
-    firsts = [layout.shards[own[0]].first if own else 0 for own in places(layout, bank)]
-    rank = axis_index(layout.banks[bank].axes)[None]  # an index that is a scalar tensor would be read on the host
-    return torch.tensor(firsts, device=rank.device)[rank][0]
+def first_columns(layout: Layout) -> dict[str, list[int]]:
+    """Return {bank: for each rank the first column that it holds of the bank's table, 0 if it holds none}."""
+    out = {b.name: [0] * b.num_ranks for b in layout.banks}
+    for s in reversed(layout.shards):  # the first shard of a rank is written last
+        for r in s.ranks:
+            out[layout.banks[s.bank].name][r] = s.first
+    return out
 
 
 @functools.lru_cache(maxsize=256)
@@ -214,7 +215,8 @@ def hold(
     Gradients wait on the rank that received them.
     """
     layout, columns = tables.layout, column_banks(sparse, tables.layout)
-    own = {n: _of_own_columns(g, n, tables) for n, g in grads.items()}
+    firsts = first_columns(layout)
+    own = {n: _of_own_columns(g, n, tables, firsts) for n, g in grads.items()}
     due, kept = {}, {}
     for turn in range(max([1, *map(len, columns.values())])):
         shown = {t: names[min(turn, len(names) - 1)] for t, names in columns.items()}
@@ -255,21 +257,26 @@ def views_of(
     apart = {b for own in columns.values() for b in own}
     drawn = {b: with_origin(sparse, grads.get(b), tables, b) for b in banks}
     plain = {b: View(b, drawn[b], banks[b], slots[b]) for b in banks}
-    own = {b: plain[b]._replace(grads=_of_own_columns(drawn[b], b, tables)) for t in in_place for b in columns[t]}
+    firsts = first_columns(layout) if in_place else {}
+    own_of = lambda b: plain[b]._replace(grads=_of_own_columns(drawn[b], b, tables, firsts))
+    own = {b: own_of(b) for t in in_place for b in columns[t]}
     own |= {b: plain[b]._replace(grads=None) for names in together.values() for b in names}  # where no row is touched
     own |= rows_together(together, grads, slots, tables)
     return {b: [plain[b]] for b in banks if b not in apart} | {t: [own[b] for b in columns[t]] for t in columns}
 
 
-def _of_own_columns(grads: RowGrads | None, bank: str, tables: ShardedTables) -> RowGrads | None:
-    """Return the gradient with the first column of this rank.
+def _of_own_columns(
+    grads: RowGrads | None, bank: str, tables: ShardedTables, firsts: Mapping[str, list[int]]
+) -> RowGrads | None:
+    """Return the gradient with the first column of this rank, i64[]. firsts: of `first_columns`.
 
     Only a gradient with all columns of its table needs it.
     """
     if grads is None or grads.dim == tables.banks[bank].shape[1]:
         return grads
-    number = next(i for i, b in enumerate(tables.layout.banks) if b.name == bank)
-    return replace(grads, first=first_column(tables.layout, number))
+    axes = next(b.axes for b in tables.layout.banks if b.name == bank)
+    rank = axis_index(axes)[None]  # an index that is a scalar tensor would be read on the host
+    return replace(grads, first=torch.tensor(firsts[bank], device=rank.device)[rank][0])
 
 
 def rows_together(
