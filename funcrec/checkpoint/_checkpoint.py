@@ -235,9 +235,9 @@ def read_folder(path: Path, target: Target | None, place: torch.device | None, m
             fail_without_manifest(LOAD, path)
         except (CodeError, RecursionError) as error:
             damaged(path, error)
-        files = Files(LOAD, path, manifest.files, {}, set())
+        files = Files(LOAD, path, manifest.files, {}, set(), {})
         try:
-            reader = Reader(files.open, device_of(place), {} if mmap else None)
+            reader = Reader(files.open, device_of(place), {} if mmap else None, files.blocks_of)
             tree = made(manifest.leaves, manifest.code, reader, target)
             files.check(ranks.rank, ranks.size)
             return tree

@@ -1,7 +1,10 @@
-"""A checkpoint that many ranks write: a folder with a file for each rank, and a manifest that locates each block.
+"""A checkpoint that many ranks write: a folder with a file for each rank, and a manifest that says which file has what.
 
     rank-0-of-2-TOKEN, rank-1-of-2-TOKEN: a one-file checkpoint of each rank's blocks, under a name that was never used
-    manifest: a one-file checkpoint of the tree, and of the places of all blocks
+    manifest: a one-file checkpoint of the tree, and of the rows and columns that each file has
+
+Every reader reads the manifest, whose size is in files and tensors. The blocks of a file, at most 16 MiB each, with
+their places and CRCs, are in the file's own index. Only a reader that wants rows of the file reads it.
 
 First all files and the folder are flushed. Then the manifest is renamed. Before that the folder holds the old
 checkpoint, and after it the new checkpoint. Then the files of the old checkpoint are removed.
@@ -20,18 +23,32 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.checkpoint._format import Block, Stored, block_name, check_tensor, grid_of, is_size, read_index, write_file
+from funcrec.checkpoint._format import (
+    Block,
+    Stored,
+    Want,
+    block_name,
+    check_tensor,
+    fill,
+    grid_of,
+    is_size,
+    read_index,
+    write_file,
+)
 from funcrec.checkpoint._rank_parts import Writers, whole_parts
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, Cut, Encoded, decode, encode, show
 from funcrec.core import fail
 from funcrec.files import STALE_S, flush, open_file, raise_os, size_of, write_whole
 
 MANIFEST = "manifest"
-FORMAT = "funcrec folder 2"
+FORMAT = "funcrec folder 3"
+WITH_BLOCKS = "funcrec folder 2"  # an earlier format, which is read, too: its manifest has every block of all files
+LABEL = re.compile(r"(.*)\[(\d+):(\d+), (\d+):(\d+)\]", re.DOTALL)  # the name of a block in the file of a rank
 OURS = re.compile(r"rank-\d+-of-\d+-[0-9a-f]{16}")
 STEP = re.compile(r"step-(\d{10,})")  # the name of a checkpoint that `keep` counts
 BLOCK_BYTES = 1 << 24  # a reader of one row reads such a block, and checks its CRC
 MOST_OPEN = 64
+UNKNOWN = -1  # the place in its file, and the CRC, of rows that a manifest names
 ROWS = 64  # the rows of a block are a multiple of this, so that the next block may begin at its end
 
 
@@ -78,17 +95,27 @@ def file_name(rank: int, size: int, token: str) -> str:
 
 
 def write_rank(call: str, path: Path, pieces: Sequence[Piece], names: Sequence[str], wrote: Callable[[], None]) -> list:
-    """Write and flush the file of a rank, and return [name, bytes, blocks] of the file in types of JSON."""
+    """Write and flush the file of a rank, and return [name, bytes, ranges] of the file in types of JSON.
+
+    A range is [leaf, first row, first column, rows, columns] of adjacent blocks.
+    """
     blocks = [[p.leaf, p.first, p.first_column, p.rows.shape[0], p.rows[:1].numel()] for p in pieces]
     label = lambda leaf, a, b, n, width: f"{names[leaf]}[{a}:{a + n}, {b}:{b + width}]"
-    labels, places = [label(*b) for b in blocks], []
+    labels = [label(*b) for b in blocks]
     code = ["dict", [[n, ["tensor"]] for n in labels]]
-    write_whole(call, path, lambda file: places.extend(write_file(file, code, labels, pieces, wrote)))
-    return [
-        path.name,
-        path.stat().st_size,
-        [[b[0], at, *b[1:], crc] for b, (at, crc) in zip(blocks, places, strict=True)],
-    ]
+    write_whole(call, path, lambda file: write_file(file, code, labels, pieces, wrote))
+    return [path.name, path.stat().st_size, joined(blocks)]
+
+
+def joined(blocks: Sequence[list[int]]) -> list[list[int]]:
+    """Return [leaf, first, first column, rows, columns] of blocks, with blocks below each other as one."""
+    out: list[list[int]] = []
+    for leaf, first, column, rows, width in blocks:
+        if out and [out[-1][0], out[-1][1] + out[-1][3], out[-1][2], out[-1][4]] == [leaf, first, column, width]:
+            out[-1][3] += rows
+        else:
+            out.append([leaf, first, column, rows, width])
+    return out
 
 
 def heads_of(encoded: Encoded) -> list[list]:
@@ -102,15 +129,16 @@ def heads_of(encoded: Encoded) -> list[list]:
 
 def write_manifest(call: str, folder: Path, tree: Any, heads: Sequence[list], written: Sequence[list]) -> None:
     """Write the manifest, after which the folder holds the new checkpoint. tree: the code of the tree."""
-    blocks: list[list] = [[] for _ in heads]
-    for i, (_, _, own) in enumerate(written):
-        for leaf, *where in own:
-            blocks[leaf].append([i, *where])
-    leaves = [[*head, sorted(own, key=lambda b: b[2:4])] for head, own in zip(heads, blocks, strict=True)]
-    content = {"files": [[name, size] for name, size, _ in written], "tensors": leaves, "tree": tree}
-    code, _, _ = encode({"format": FORMAT, "manifest": json.dumps(content, separators=(",", ":"))}, "manifest")
+    rows = sorted(
+        [leaf, first, column, i, *size] for i, (_, _, own) in enumerate(written) for leaf, first, column, *size in own
+    )
+    ranges = torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)
+    content = {"files": [[name, size] for name, size, _ in written], "tensors": [*heads], "tree": tree}
+    told = {"format": FORMAT, "manifest": json.dumps(content, separators=(",", ":")), "ranges": ranges}
+    encoded = encode(told, "manifest")
+    names, pieces = list(encoded.leaves), whole_pieces(encoded.tensors)
     old = files_of(folder)
-    write_whole(call, folder / MANIFEST, lambda file: write_file(file, code, [], [], lambda: None))
+    write_whole(call, folder / MANIFEST, lambda file: write_file(file, encoded.code, names, pieces, lambda: None))
     for name in old - {name for name, _, _ in written}:
         with contextlib.suppress(OSError):
             (folder / name).unlink()
@@ -165,7 +193,7 @@ def fail_without_manifest(call: str, path: Path) -> None:
 
 def fail_if_manifest(call: str, path: Path, tree: Any) -> None:
     """Raise for the manifest of a folder, which is not a checkpoint of its own."""
-    if isinstance(tree, dict) and tree.get("format") == FORMAT and set(tree) == {"format", "manifest"}:
+    if isinstance(tree, dict) and tree.get("format") in (FORMAT, WITH_BLOCKS) and "manifest" in tree:
         what, need = f"`{path.name}` is the manifest of a folder.", "the folder, which is the checkpoint"
         fail(call, what, got=f"`{path}`", need=need, hint=f"fr.load({str(path.parent)!r})")
 
@@ -184,9 +212,11 @@ def read_manifest(call: str, folder: Path) -> Manifest:
       OSError: if the manifest cannot be read.
     """
     with open_file(call, folder / MANIFEST) as file:
-        none, code = read_index(file)
-    tree = decode(code, iter(()))
-    if none or not isinstance(tree, dict) or tree.get("format") != FORMAT or not isinstance(tree.get("manifest"), str):
+        found, code = read_index(file)
+        tree = decode(code, (_in_memory(file, x) for x in found))
+    ranges = tree.get("ranges") if isinstance(tree, dict) else None
+    kind = {0: WITH_BLOCKS, 1: FORMAT}.get(len(found)) if isinstance(tree, dict) else None
+    if kind is None or tree.get("format") != kind or not isinstance(tree.get("manifest"), str):
         raise CodeError("a manifest that save did not write")
     try:
         content = json.loads(tree["manifest"])
@@ -198,27 +228,61 @@ def read_manifest(call: str, folder: Path) -> Manifest:
         raise CodeError(f"files that cannot be: {show(files)}")
     if len(dict(files)) < len(files) or not isinstance(leaves, list):
         raise CodeError(f"a file that is named twice: {show(files)}")
-    return Manifest(dict(files), [_leaf(x, files) for x in leaves], code)
+    if kind == WITH_BLOCKS:
+        return Manifest(dict(files), [_leaf(x, files) for x in leaves], code)
+    return Manifest(dict(files), _with_ranges(leaves, ranges, files), code)
+
+
+def _in_memory(file: BinaryIO, x: Stored) -> Tensor:
+    """Return a small tensor of an opened file."""
+    out = torch.empty(x.grid, dtype=x.dtype)
+    fill(file, x, x.blocks[0], [Want(0, 0, out)])
+    return out.view(x.shape)
+
+
+def _with_ranges(heads: list[Any], ranges: Tensor, files: Sequence[tuple[str, int]]) -> list[Stored]:
+    """Return the stored tensors, whose blocks are ranges of a file. The place in the file and the CRC are not known."""
+    if ranges.dtype != torch.int64 or ranges.dim() != 2 or ranges.shape[1] != 6:
+        raise CodeError("a manifest that save did not write")
+    own: list[list[Block]] = [[] for _ in heads]
+    for row in ranges.tolist():
+        leaf, first, column, file, n, width = row
+        if not all(map(is_size, row)) or leaf >= len(heads) or file >= len(files) or not n * width:
+            raise CodeError(f"rows that cannot be: {show(row)}")
+        own[leaf].append(Block(files[file][0], UNKNOWN, first, column, n, width, UNKNOWN))
+    out = [_head(x)._replace(blocks=tuple(blocks)) for x, blocks in zip(heads, own, strict=True)]
+    for x in out:
+        if not is_covered(x):
+            raise CodeError(f"{x.name} with other rows than it has")
+    return out
+
+
+def _head(x: Any) -> Stored:
+    match x:
+        case [str(name), dtype, shape, [rows, columns], device]:
+            check_tensor(dtype, shape, device)
+        case _:
+            raise CodeError(f"a tensor that cannot be: {show(x)}")
+    if not is_size(rows) or not is_size(columns) or rows * columns != torch.Size(shape).numel():
+        raise CodeError(f"a tensor that cannot be: {show(x)}")
+    return Stored(name, DTYPES[dtype], tuple(shape), (rows, columns), device, ())
 
 
 def _leaf(x: Any, files: Sequence[tuple[str, int]]) -> Stored:
     match x:
-        case [str(name), dtype, shape, [rows, columns], device, [*blocks]]:
-            check_tensor(dtype, shape, device)
+        case [*head, [*blocks]]:
+            out = _head(head)
         case _:
             raise CodeError(f"a tensor that cannot be: {show(x)}")
-    numel = torch.Size(shape).numel()
-    if not is_size(rows) or not is_size(columns) or rows * columns != numel:
-        raise CodeError(f"a tensor that cannot be: {show(x)}")
-    found = []
+    name, itemsize, found = out.name, out.dtype.itemsize, []
     for b in blocks:
         if not isinstance(b, list) or len(b) != 7 or not all(map(is_size, b)) or b[0] >= len(files):
             raise CodeError(f"a block of {name} that cannot be: {show(b)}")
         file, at, first, column, n, width, crc = b
-        if at + n * width * DTYPES[dtype].itemsize > files[file][1] or not n * width:
+        if at + n * width * itemsize > files[file][1] or not n * width:
             raise CodeError(f"a block of {name} that is not in its file: {show(b)}")
         found.append(Block(files[file][0], at, first, column, n, width, crc))
-    out = Stored(name, DTYPES[dtype], tuple(shape), (rows, columns), device, tuple(found))
+    out = out._replace(blocks=tuple(found))
     if not is_covered(out):
         raise CodeError(f"{name} with other rows than it has")
     return out
@@ -243,10 +307,24 @@ def is_covered(x: Stored) -> bool:
     return at == columns
 
 
+def labelled(found: Sequence[Stored], file: str) -> dict[tuple[str, torch.dtype], list[Block]]:
+    """Return {(tensor, dtype): its blocks} of the index of a rank's file, in the order of columns and rows."""
+    out: dict[tuple[str, torch.dtype], list[Block]] = {}
+    for x in found:
+        match = LABEL.fullmatch(x.name)
+        a, b, c, d = map(int, match.groups()[1:]) if match else (0, 0, 0, 0)
+        (held,) = x.blocks
+        if b <= a or d <= c or (b - a) * (d - c) != held.rows * held.columns:
+            raise CodeError(f"a block that cannot be: {show(x.name)}")
+        out.setdefault((match[1], x.dtype), []).append(Block(file, held.offset, a, c, b - a, d - c, held.crc))
+    return {key: sorted(own, key=lambda b: (b.first_column, b.first)) for key, own in out.items()}
+
+
 class Files(NamedTuple):
     """The files of a folder. A file is opened when it is first read.
 
     checked: the files whose index, and all bytes outside of blocks, agree with their CRCs.
+    blocks: {file: {(tensor, dtype): its blocks there}}, of the files of which rows were wanted.
     """
 
     call: str
@@ -254,6 +332,24 @@ class Files(NamedTuple):
     sizes: dict[str, int]
     opened: dict[str, BinaryIO]
     checked: set[str]
+    blocks: dict[str, dict[tuple[str, torch.dtype], list[Block]]]
+
+    def blocks_of(self, block: Block, x: Stored) -> Sequence[Block]:
+        """Return the blocks of a tensor that make up a range of its rows in one file; of a block the block itself."""
+        if block.offset != UNKNOWN:
+            return (block,)
+        if block.file not in self.blocks:
+            file = self.file(block.file, block_name(x, block))
+            self.blocks[block.file] = labelled(read_index(file)[0], block.file)
+        last, right = block.first + block.rows, block.first_column + block.columns
+        own = [
+            b for b in self.blocks[block.file].get((x.name, x.dtype), ())
+            if block.first <= b.first < last and block.first_column <= b.first_column < right
+        ]  # fmt: skip
+        parts = joined([[0, b.first, b.first_column, b.rows, b.columns] for b in own])
+        if parts != [[0, block.first, block.first_column, block.rows, block.columns]]:
+            raise CodeError(f"{block_name(x, block)}, which has other rows")
+        return own
 
     def open(self, block: Block, x: Stored) -> BinaryIO:
         return self.file(block.file, block_name(x, block))

@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
-from funcrec.checkpoint._format import Stored, Want, blank, check_block, fill, grid_of, is_wanted
+from funcrec.checkpoint._format import Block, Stored, Want, blank, check_block, fill, grid_of, is_wanted
 from funcrec.core import Problem, check, describe, fail, replace
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import RowOptimizer
@@ -66,18 +66,21 @@ class Reader(NamedTuple):
     """A reader of stored tensors.
 
     open: (block, stored tensor) -> the file of the block. device: saved device -> the device of the tensor.
+    blocks: (block, stored tensor) -> the blocks that make it up, where a block stands for several.
     """
 
     open: Callable[..., Any]
     device: Callable[[str], torch.device]
     maps: dict[str, mmap.mmap] | None = None  # {file name: map of the file}; None if no file is mapped
+    blocks: Callable[[Block, Stored], Sequence[Block]] = lambda block, x: (block,)
 
     def give(self, x: Stored, wants: Sequence[Want]) -> None:
         """Fill each Want that overlaps the stored tensor x."""
-        for block in x.blocks:
-            own = [w for w in wants if is_wanted(block, w)]
-            if own:
-                fill(self.open(block, x), x, block, own)
+        for held in x.blocks:
+            for block in self.blocks(held, x) if any(is_wanted(held, w) for w in wants) else ():
+                own = [w for w in wants if is_wanted(block, w)]
+                if own:
+                    fill(self.open(block, x), x, block, own)
 
     def mapped(self, x: Stored) -> Tensor:
         """Return a tensor in the memory of the file, which is read once to check the CRC.
@@ -97,6 +100,7 @@ class Reader(NamedTuple):
         return out.view(x.shape)
 
     def whole(self, x: Stored) -> Tensor:
+        x = x._replace(blocks=tuple(block for held in x.blocks for block in self.blocks(held, x)))
         if self.maps is not None and is_run(x) and self.device(x.device).type == "cpu":
             return self.mapped(x)
         rows, columns = x.grid

@@ -1,0 +1,103 @@
+"""The manifest of a folder: its size is in files and tensors, not in blocks; folders of the earlier format load."""
+
+import json
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec.checkpoint import _folder
+from funcrec.checkpoint._folder import MANIFEST, WITH_BLOCKS, Files, read_manifest
+from funcrec.checkpoint._format import write_file
+from funcrec.checkpoint._tree_json import encode
+from funcrec.files import write_whole
+
+AXES = {"x": 3}
+PLANS = {
+    "row_wise": fr.Plan({"a": fr.row_wise("x"), "b": fr.row_wise("x")}),
+    "column_wise": fr.Plan({"a": fr.column_wise("x"), "b": fr.table_wise("x", rank=1)}),
+    "replicated": fr.Plan({"a": fr.replicated(), "b": fr.table_wise("x", rank=2)}),
+}
+
+
+def a_state(plan):
+    step = fr.train_step(
+        lambda params, batch: 0.0, sparse=fr.optim.adam(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1),
+        mesh=fr.Mesh.emulated(**AXES), plan=plan,
+    )  # fmt: skip
+    tables = {"a": torch.randn(500, 3, generator=torch.Generator().manual_seed(0)), "b": torch.ones(131, 2)}
+    return step.init(fr.Params(tables, {"w [0:1, 0:2]": torch.arange(7.0)}))
+
+
+def in_earlier_format(folder):
+    """Write the manifest of the folder again, with every block of every file, as format 2 had it."""
+    found = read_manifest("", folder)
+    files, numbers = Files("", folder, found.files, {}, set(), {}), {n: i for i, n in enumerate(found.files)}
+    leaves = []
+    for x in found.leaves:
+        blocks = [b for held in x.blocks for b in files.blocks_of(held, x)]
+        where = [[numbers[b.file], b.offset, b.first, b.first_column, b.rows, b.columns, b.crc] for b in blocks]
+        leaves.append([x.name, str(x.dtype).removeprefix("torch."), list(x.shape), list(x.grid), x.device, where])
+    files.close()
+    content = {"files": [[n, size] for n, size in found.files.items()], "tensors": leaves, "tree": found.code}
+    code = encode({"format": WITH_BLOCKS, "manifest": json.dumps(content)}, "manifest").code
+    write_whole("", folder / MANIFEST, lambda file: write_file(file, code, [], [], lambda: None))
+
+
+def equal(x, y):
+    pairs = zip(fr.core.tree_leaves(x), fr.core.tree_leaves(y), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_manifest_does_not_grow_with_blocks(kind, tmp_path, monkeypatch):
+    """Blocks of few rows give the manifest of whole parts, but for the files' sizes. The folder loads whole, and under
+    every other plan, as a folder of large blocks does."""
+    state = a_state(PLANS[kind])
+    large = fr.save(tmp_path / "large", state)
+    monkeypatch.setattr(_folder, "BLOCK_BYTES", 1)
+    small = fr.save(tmp_path / "small", state)
+    told = [read_manifest("", folder) for folder in (large, small)]
+    strip = lambda x: [(b.first, b.first_column, b.rows, b.columns) for b in x.blocks]
+    assert list(map(strip, told[0].leaves)) == list(map(strip, told[1].leaves))
+    assert (small / MANIFEST).stat().st_size - (large / MANIFEST).stat().st_size < 64
+    files = Files("", small, told[1].files, {}, set(), {})
+    assert sum(len(files.blocks_of(b, x)) for x in told[1].leaves for b in x.blocks) > 10
+    files.close()
+    assert equal(fr.load(small), fr.load(large)) and equal(fr.load(small, mmap=True), fr.load(large))
+    for plan in PLANS.values():
+        how = {"plan": plan, "mesh": fr.Mesh.emulated(x=4), "sparse": fr.optim.adam()}
+        assert equal(fr.load(small, **how), fr.load(large, **how))
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_folders_of_the_earlier_format_load(kind, tmp_path):
+    """A folder whose manifest has every block loads to the same bits, whole and under another plan. `latest` finds it,
+    and a new save replaces it."""
+    state = a_state(PLANS[kind])
+    path = fr.save(tmp_path, state, keep=2, step=7)
+    new, how = fr.load(path), {"plan": PLANS["row_wise"], "mesh": fr.Mesh.emulated(x=2), "sparse": fr.optim.adam()}
+    placed = fr.load(path, **how)
+    in_earlier_format(path)
+    assert equal(fr.load(path), new) and equal(fr.load(path, **how), placed)
+    assert fr.latest(tmp_path) == path
+    with pytest.raises(ValueError, match="is the manifest of a folder"):
+        fr.load(path / MANIFEST)
+    fr.save(path, state)
+    assert equal(fr.load(path), new) and read_manifest("", path).files.keys() == {
+        p.name for p in path.iterdir() if p.name != MANIFEST
+    }
+
+
+def test_an_index_that_has_other_rows_than_its_manifest_is_refused(tmp_path):
+    """If the file of a rank is one of another save, with the name and length of the right one, load names the rows that
+    it lacks."""
+    one, two = (fr.save(tmp_path / str(i), a_state(PLANS[k])) for i, k in enumerate(("row_wise", "replicated")))
+    mine, other = (sorted(p for p in folder.iterdir() if p.name.startswith("rank-1")) for folder in (one, two))
+    found, size = read_manifest("", one), other[0].stat().st_size
+    mine[0].write_bytes(other[0].read_bytes())
+    files = Files("", one, {**found.files, mine[0].name: size}, {}, set(), {})
+    x = next(x for x in found.leaves if any(b.file == mine[0].name for b in x.blocks))
+    with pytest.raises(_folder.CodeError, match="which has other rows"):
+        [files.blocks_of(b, x) for b in x.blocks]
+    files.close()
