@@ -74,10 +74,10 @@ def resized(mesh: Mapping[str, int], num_ranks: int) -> dict[str, int]:
 
 
 def planned(spec: Mapping[str, Any], made: Plan | None) -> tuple[dict[str, Any], Plan]:
-    """Return (the arguments of the planner for a specification, the plan: `made`, or the planner's)."""
+    """Return (the arguments of the planner for a specification, the plan: the planner's, or `made` as it rates it)."""
     given = arguments_of(CALL, {k: x for k, x in spec.items() if k != "dense"})
     check(CALL, step_problems(given))
-    made = plan(**given) if made is None else made
+    made = plan(**given) if made is None else plan(**{**given, "placements": made})
     check(CALL, plan_problems(made))
     return given, made
 
@@ -174,6 +174,9 @@ def step_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
     size = prod(given["mesh"].values()) if isinstance(given["mesh"], Mapping) else 0
     if given.get("optimizer") is None:
         yield Problem("the file lacks `optimizer`.", f"{list(given)}", "the optimizer of the tables", '"sgd"', KeyError)
+    if isinstance(given.get("hardware"), list):
+        need = "one kind of hardware: a dry run stages the program of one rank"
+        yield Problem("the ranks differ.", f"{len(given['hardware'])} kinds of hardware", need, '"hardware": "h100"')
     if size and given["batch_size"] % size:
         got, need = f"batch_size {given['batch_size']}", f"a multiple of {size}: every rank has as many examples"
         yield Problem("the batch is not cut by the ranks.", got, need)

@@ -97,7 +97,7 @@ def test_the_command_prints_the_dry_run_of_its_plan(tmp_path, capsys):
     (tmp_path / "plan.json").write_text(plan.to_json())
     assert run(tmp_path, SPEC, "--plan", str(tmp_path / "plan.json"), "--ranks", "8", "--backend", "nccl") == 0
     told = capsys.readouterr().out
-    assert "one of 8 ranks, data=4 x model=2" in told and "the plan is not of fr.plan" in told
+    assert "one of 8 ranks, data=4 x model=2" in told and "all_gather_into_tensor" in told and "lookups" in told
 
 
 def test_the_command_stages_a_dlrm_with_its_dense_part(tmp_path, capsys):
@@ -116,6 +116,7 @@ def test_the_command_stages_a_dlrm_with_its_dense_part(tmp_path, capsys):
     ({}, ("--ranks", "7"), "do not lie on the mesh"),
     ({}, ("--ranks", "0"), "do not lie on the mesh"),
     ({"mesh": 4}, (), "has no mesh"),
+    ({"hardware": ["cpu"] * 4}, (), "the ranks differ"),
     ({"dense": [1]}, (), "`dense` is not a mapping"),
     ({"dense": {"sizes": [4], "x": 1}}, (), "x"),
     ({"tabels": []}, (), "'tables'"),
