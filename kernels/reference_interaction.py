@@ -25,18 +25,21 @@ def _joined(x: Sequence[Tensor]) -> Tensor:
 
 
 def lower(square: Tensor) -> Tensor:
-    """Return the lower triangle of [..., F, F], row after row, as [..., F (F - 1) / 2]."""
+    """Return the lower triangle of [..., F, F], row after row, as [..., F (F - 1) / 2].
+
+    Places are computed: torch.export allows no constant tensors in what takes an operator's place."""
     size = square.shape[-1]
-    places = [i * size + j for i in range(size) for j in range(i)]
-    return square.flatten(-2).index_select(-1, torch.tensor(places, dtype=torch.int64, device=square.device))
+    k, rows = (torch.arange(n, device=square.device) for n in (size * (size - 1) // 2, size))
+    row = (k[:, None] >= rows * (rows - 1) // 2).sum(1) - 1  # row i begins at i (i - 1) / 2; row 0 has no number
+    return square.flatten(-2).index_select(-1, row * size + k - row * (row - 1) // 2)
 
 
 def symmetric(lower: Tensor, size: int) -> Tensor:
     """Return [..., F, F], symmetric with zeros on the diagonal, from [..., F (F - 1) / 2].
 
     It only reads elements, where a scatter would add to them."""
-    place = lambda i, j: max(i, j) * (max(i, j) - 1) // 2 + min(i, j)
-    places = [place(i, j) if i != j else lower.shape[-1] for i in range(size) for j in range(size)]
+    i, j = (torch.arange(size, device=lower.device).view(s) for s in ((-1, 1), (1, -1)))
+    high, low = torch.maximum(i, j), torch.minimum(i, j)
+    place = torch.where(i == j, lower.shape[-1], high * (high - 1) // 2 + low)
     padded = torch.nn.functional.pad(lower, (0, 1))
-    index = torch.tensor(places, dtype=torch.int64, device=lower.device)
-    return padded.index_select(-1, index).unflatten(-1, (size, size))
+    return padded.index_select(-1, place.flatten()).unflatten(-1, (size, size))
