@@ -64,7 +64,7 @@ def debug_print(text: str, *args: Any, **kwargs: Any) -> None:
 
     Law: `fr.jit(f)` prints the lines of f, in their order, also from the body of `scan`, `cond` and `while_loop`. Under
       vmap a call prints a line for each member, in order, and one line if nothing that it prints is mapped; so does
-      each emulated rank. Under grad and jvp it prints the values, once. `value_and_grad`, `of_rows` and
+      each emulated rank. Under grad and jvp it prints the values, once. `value_and_grad`, `of_rows`, `remat` and
       `per_example_grads`, which call a loss more often, print once. `eval_shape` prints nothing.
 
     A `cond` over a mapped predicate runs both branches, and both print. These raise: an export, a step that prints in

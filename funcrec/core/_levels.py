@@ -113,17 +113,18 @@ def pulled_back(fn: Callable[..., Sequence[Tensor]], xs: Sequence[Tensor], d: Se
     """Return the cotangents of xs, from the cotangents d of fn(*xs).
 
     torch.func.vjp differentiates when its level is gone, and then a rule of fn that opens a level meets tensors of the
-    old one. Here the level is open until the end. (In 2.13, `create_graph` decides whether outer levels track.)
+    old one. Here the level is open until the end. (In 2.13, `create_graph` decides whether outer levels track.) A zero
+    is made outside of the level, whose wrapper would outlive it.
     """
-    create_graph = torch.is_grad_enabled()
+    create_graph, found = torch.is_grad_enabled(), [None] * len(xs)
     with own_level() as (level, wrap, unwrap), torch.enable_grad():
         own = [_create_differentiable(wrap(x), level) for x in xs]
         pairs = [(y, wrap(g)) for y, g in zip(fn(*own), d, strict=True) if y.requires_grad]
-        if not pairs:
-            return [torch.zeros_like(x) for x in xs]
-        ys, gs = zip(*pairs, strict=True)
-        found = torch.autograd.grad(ys, own, gs, create_graph=create_graph, allow_unused=True)
-        return [torch.zeros_like(x) if g is None else unwrap(g) for x, g in zip(xs, found, strict=True)]
+        if pairs:
+            ys, gs = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(ys, own, gs, create_graph=create_graph, allow_unused=True)
+            found = [None if g is None else unwrap(g) for g in grads]
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(xs, found, strict=True)]
 
 
 def is_differentiated_above(x: Tensor, level: int, quiet: Collection[int] = ()) -> bool:

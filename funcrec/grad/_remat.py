@@ -31,6 +31,7 @@ from funcrec.core import (
     own_errors,
     paths,
     pulled_back,
+    quiet,
     refuse_draws,
     tree_flatten,
     tree_unflatten,
@@ -123,12 +124,18 @@ class Again:
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         with self.modes.restored():
             arguments = (self.first, self.flat, given[: self.count], given[self.count :])
-            leaves, form = self.context.copy().run(later_run, *arguments)
+            leaves, form = self.context.copy().run(quietly, *arguments)
         if (form, forms(leaves)) != self.form:
             got, need = f"{forms(leaves)}, before {self.form[1]}", "results of one form from the same arguments"
             what = "`fn` is not a function of its arguments: it returned another form when it was computed again."
             fail(CALL, what, got=got, need=need, hint="pass what changes as an argument")
         return tuple(x for x in leaves if is_float(x))
+
+
+def quietly(*arguments: Any) -> Any:
+    """Return later_run(*arguments), which prints nothing: the first run has printed."""
+    with quiet():
+        return later_run(*arguments)
 
 
 def forms(leaves: Sequence) -> list[str]:

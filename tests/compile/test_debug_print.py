@@ -103,15 +103,18 @@ def test_members_print_in_order():
 
 
 def test_derivatives_print_values_once():
-    """Gradients, tangents and second derivatives print values, each call of the function once. A gradient of rows,
-    which calls the loss twice, prints once; gradients of examples and of parts of a batch print a line for each."""
-    f = lambda x: (fr.debug_print("x {}", x), x**3)[1]
-    x = torch.tensor(2.0)
-    for run in (torch.func.grad(f), torch.func.grad(torch.func.grad(f)), lambda x: torch.func.jvp(f, (x,), (x,))):
-        for made in (run, fr.jit(run)):
-            with staged_only():
-                assert lines_of(made, x)[0] == ["x 2.0"]
-    assert lines_of(lambda: f(x.requires_grad_()).backward())[0] == ["x 2.0"]
+    """Gradients, tangents and second derivatives print values, each call of the function once, also of a function that
+    `remat` computes again. A gradient of rows, which calls the loss twice, prints once; gradients of examples and of
+    parts of a batch print a line for each."""
+    plain, x = lambda x: (fr.debug_print("x {}", x), x**3)[1], torch.tensor(2.0)
+    for f in (plain, fr.remat(plain)):
+        own = x.clone().requires_grad_()
+        grad, tangent = torch.func.grad(f), lambda x: torch.func.jvp(f, (x,), (x,))  # noqa: B023
+        for run in (grad, torch.func.grad(grad), tangent):
+            for made in (run, fr.jit(run)):
+                with staged_only():
+                    assert lines_of(made, x)[0] == ["x 2.0"]
+        assert lines_of(lambda: f(own).backward())[0] == ["x 2.0"]  # noqa: B023
     grads = fr.value_and_grad(loss_fn)
     of = lambda p, i: torch.func.grad((rows := fr.of_rows(loss_fn, p, i)).fn)(rows.params)
     for run in (grads, fr.jit(grads), of, fr.jit(of), fr.checked(grads)):

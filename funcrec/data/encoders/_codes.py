@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, is_tracked
-from funcrec.data.readers._sources import need_pyarrow
+from funcrec.data.readers._sources import as_array, need_pyarrow
 from funcrec.jagged import is_concrete
 
 NEED = "a tensor, a numpy array, a list of numbers or text, or a column of pyarrow, pandas or polars"
@@ -63,7 +63,7 @@ def _arrow_values(call: str, column: Any, name: str, is_time: bool) -> Any:
     pa = need_pyarrow(call)
     kinds = pa.types
     try:
-        array = pa.chunked_array(column).combine_chunks() if is_stream and not is_array else pa.array(column)
+        array = pa.chunked_array(column).combine_chunks() if is_stream and not is_array else as_array(column)
         array = array.cast(pa.int64()) if not len(array) and pa.types.is_null(array.type) else array
     except (pa.ArrowException, TypeError, ValueError) as error:
         got, hint = f"{type(column).__name__}: {error}"[:120], f"{name}=torch.tensor([0, 0, 1])"

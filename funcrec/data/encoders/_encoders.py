@@ -16,7 +16,7 @@ from torch import Tensor
 from funcrec.core import Problem, check, describe, fail, pytree, typed, typed_fields
 from funcrec.data.encoders._codes import values_of
 from funcrec.data.readers import _columns as columns
-from funcrec.data.readers._sources import need_pyarrow
+from funcrec.data.readers._sources import as_array, need_pyarrow
 
 
 class Place(NamedTuple):
@@ -118,7 +118,7 @@ def as_column(call: str, x: Any) -> Any:
         if hasattr(x, "__arrow_c_stream__") and not hasattr(x, "__arrow_c_array__"):
             return pa.chunked_array(x)
         if isinstance(x, list | tuple | np.ndarray) or hasattr(x, "__arrow_c_array__"):
-            return pa.chunked_array([pa.array(x)])
+            return pa.chunked_array([as_array(x)])
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         what = "`column` cannot be read."
         fail(call, what, got=str(error)[:120], need="values of one kind", hint='column=["a", "b"]', kind=TypeError)

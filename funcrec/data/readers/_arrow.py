@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from funcrec.core import describe, fail
 from funcrec.files import Url, as_path
 
@@ -22,6 +24,20 @@ def need_pyarrow(call: str):
         need, hint = "pyarrow, to read tables and files", "pip install funcrec[data]"
         fail(call, "pyarrow is not installed.", got="no module pyarrow", need=need, hint=hint, kind=ModuleNotFoundError)
     return pyarrow
+
+
+def as_array(x: Any) -> Any:
+    """Return the pyarrow array of a vector of numpy, of a list or of an array of another library.
+
+    pyarrow ends a text of a numpy vector at its first NUL, and so vectors with such texts go through a list.
+    """
+    import pyarrow as pa
+
+    if isinstance(x, np.ndarray) and x.dtype.kind in "US" and x.size and x.dtype.itemsize:
+        is_set = np.ascontiguousarray(x).view(np.uint32 if x.dtype.kind == "U" else np.uint8).reshape(x.size, -1) != 0
+        if (~is_set[:, :-1] & is_set[:, 1:]).any():
+            return pa.array(x.tolist())
+    return pa.array(x)
 
 
 def parquet_of(path: Path | Url) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from funcrec.core import Problem, check, describe, fail, is_followed, is_tracked, reported, twice_problems
+from funcrec.data.readers._arrow import as_array as as_array
 from funcrec.data.readers._arrow import need_pyarrow
 from funcrec.data.readers._schema import Schema
 from funcrec.files import Url, raise_of_store
@@ -175,8 +176,8 @@ def _column(call: str, name: str, x: Any):
     try:
         x = x.detach().cpu().resolve_conj().resolve_neg().numpy() if isinstance(x, torch.Tensor) else x
         if isinstance(x, np.ndarray) and x.ndim == 2 and x.shape[1]:
-            return pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), x.shape[1])
-        return x if isinstance(x, pa.Array | pa.ChunkedArray) else pa.array(x)
+            return pa.FixedSizeListArray.from_arrays(as_array(x.reshape(-1)), x.shape[1])
+        return x if isinstance(x, pa.Array | pa.ChunkedArray) else as_array(x)
     except (pa.ArrowException, TypeError, OverflowError, ValueError, NotImplementedError) as error:
         got = f"{describe(x)}; {str(error)[:100]}"
         hint = "pa.array(x, pa.uint64()), or strings" if isinstance(error, OverflowError) else hint

@@ -37,6 +37,18 @@ def test_an_id_follows_from_the_bytes_of_the_key_alone(keys):
     forms.append(pa.chunked_array([keys[:3], [], keys[3:]], pa.string()))
     for form in forms if keys else forms[1:3]:
         assert torch.equal(hash_keys(form), ids)
+    if not any(k.endswith("\0") for k in keys):  # numpy keeps no such text
+        assert not keys or torch.equal(hash_keys(np.array(keys)), ids)
+
+
+def test_a_text_of_numpy_with_a_nul_is_whole():
+    """Texts and bytes of numpy that differ after a NUL have different ids, also as a column of a table."""
+    texts = np.array(["a\0b", "a\0c", "a", "\0", "longer"])
+    for own in (texts, texts.astype("S"), texts.astype(">U6"), texts[::2], texts[:0]):
+        assert torch.equal(hash_keys(own), hash_keys(own.tolist()))
+    assert hash_keys(texts[:3]).unique().shape[0] == 3
+    schema = fr.data.Schema(categorical=("key",))
+    assert str(fr.data.fit_encoding({"key": texts}, schema)) == "Encoding({key: 6}, dense=())"
 
 
 def test_different_keys_have_different_ids():

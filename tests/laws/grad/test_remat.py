@@ -11,6 +11,7 @@ from programs.as_staged import staged_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import funcrec as fr
+from funcrec.core import is_wrapped
 from funcrec.testing import assert_trees_close, check_transforms
 
 grad, jvp, vmap = torch.func.grad, torch.func.jvp, torch.func.vmap
@@ -237,6 +238,14 @@ def test_keeps_arguments_alone():
             both(deep(wrap))(x.detach(), w.detach())
         flops[wrap] = counter.get_total_flops()
     assert flops[fr.remat] * 3 == flops[same] * 4  # forward, again, and two products for each in the backward pass
+
+
+def test_second_derivatives_that_are_zero_are_plain():
+    """A second derivative by autograd is a plain tensor, also where it is zero, as that of a linear function."""
+    x, w = drawn(8, 4), drawn(4, 4).requires_grad_()
+    (first,) = torch.autograd.grad(fr.remat(lambda w: (x @ w).sum())(w), w, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), w)
+    assert not is_wrapped(second) and torch.equal(second, torch.zeros_like(w))
 
 
 def test_a_program_computes_again_after_the_cotangents():
