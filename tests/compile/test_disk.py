@@ -13,6 +13,7 @@ import pytest
 import torch
 from funcrec.kernels import files
 from torch._inductor import codecache, config, cpu_vec_isa
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
@@ -256,6 +257,17 @@ def test_what_has_no_name_is_not_kept(place, made):
         assert name(*BASE) is None
     assert name(*BASE, options={"pass": print}) is None and name(*BASE, options={"pass": lambda: 0}) is None
     assert name(lambda x: x + 1, torch.ones(2, device="meta")) is None
+
+
+def test_rules_of_dtypes_are_listed_once_for_a_program(place, monkeypatch):
+    """A compilation makes torch's handler of dtypes once, whatever the number of operations."""
+    made = []
+    begin = DtypePropagationOpsHandler.__init__
+    monkeypatch.setattr(DtypePropagationOpsHandler, "__init__", lambda self: (made.append(1), begin(self))[1])
+    x = torch.linspace(0.5, 1.5, 5)
+    f = lambda x: (x.sin() + x.exp() * x).cos() / x
+    torch.testing.assert_close(fr.jit(f)(x), f(x))
+    assert len(made) == 1
 
 
 def test_instructions_are_what_inductor_would_find():

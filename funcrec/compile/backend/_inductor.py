@@ -5,6 +5,7 @@ compile_graph(graph, x)(*x) = graph(*x)
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import itertools
 import os
@@ -200,6 +201,7 @@ def knowing() -> Iterator[None]:
     """
     import torch._inductor.codecache as codecache
     import torch.utils._sympy.solve as solve
+    from torch._inductor.codegen import common
     from torch._inductor.cpu_vec_isa import VecISA
     from torch._inductor.runtime import triton_compat
 
@@ -210,6 +212,8 @@ def knowing() -> Iterator[None]:
         known.enter_context(replaced(solve, "try_solve", in_integers))
         for patch in (*wrapping(), *raising()):
             known.enter_context(replaced(*patch))
+        # torch has one handler of dtypes, and fills its table of 300 rules again for each operation of a loop.
+        known.enter_context(replaced(common, "DtypePropagationOpsHandler", functools.cache))
         if platform.machine() in ("x86_64", "AMD64"):
             known.enter_context(replaced(VecISA, "check_build", lambda build: runs))
         if not torch.cuda.is_available():  # torch hashes Triton's sources, but does not use the hash.
