@@ -19,6 +19,7 @@ from funcrec.files._tensors import tensor_at as tensor_at
 from funcrec.files._tensors import write_tensors as write_tensors
 from funcrec.files._url_folder import INDEX as INDEX
 from funcrec.files._urls import STALE_S as STALE_S
+from funcrec.files._urls import URL as URL
 from funcrec.files._urls import Url as Url
 from funcrec.files._urls import local_copy as local_copy
 from funcrec.files._urls import raise_of_store as raise_of_store

@@ -18,6 +18,7 @@ from programs.fresh import DTYPES, STEP, batch, begun, bits, held, loss_fn
 import funcrec as fr
 from funcrec.core._tree import replace
 from funcrec.files import _whole_file, _whole_folder, as_path, write_folder
+from funcrec.serve import _command
 from funcrec.serve.freshness import _publish, _published
 
 pytestmark = pytest.mark.xdist_group("packages")
@@ -154,6 +155,24 @@ def test_every_version_in_a_store_is_an_export_of_its_step(coded):
     told.tell(record("step", 24, run))
     left = {x.split("/")[3] for x in store.find("/runs/published")} - {".publisher"}
     assert left == {p.version + p.kind for p in _published.pieces(told.folder)} and fails > 3
+    emptied()
+
+
+def test_the_server_gets_packages_of_stores_as_folders(coded, monkeypatch):
+    """`serve` copies packages that URLs before the flags name, and gives the server the paths of the copies."""
+    emptied()
+    url, began = as_path("test", "memory://day=1/model", remote=True), []
+    write_folder("test", url, lambda own: copied(coded, own))
+    monkeypatch.setattr(_command.os, "execv", lambda program, words: began.append(words[1:]))
+    monkeypatch.setattr(_command, "_program", lambda: "program")
+    _command.main([str(url), f"ctr={url}", "day=here", "--updates", "memory://other"])
+    first, (name, _, second), *rest = began[0][0], began[0][1].partition("="), *began[0][2:]
+    assert rest == ["day=here", "--updates", "memory://other"] and name == "ctr" and first != second
+    for path in (first, second):
+        assert bits(fr.load_package(path).params) == bits(fr.load_package(coded).params)
+        shutil.rmtree(os.path.dirname(path))
+    with pytest.raises(FileNotFoundError, match=r"^python -m funcrec serve: `memory://day=2/model` is not a package"):
+        _command.main(["memory://day=2/model"])
     emptied()
 
 
