@@ -39,6 +39,9 @@ def hvp(loss_fn: Callable) -> Callable:
     Law: the product is that of `torch.func.hessian` by the dense tables, and the difference of two gradients at
       w + t v and w - t v over 2 t, within rounding. Rows of the direction that the loss does not read change nothing.
 
+    Threads: torch has one level of forward mode for all threads, so products of funcrec wait for each other. A
+    torch.func.jvp of your own must not run in another thread at the same time: tangents of both may get lost.
+
     Example:
       >>> import torch, funcrec as fr
       >>> clicked = fr.FeatureConfig("clicked", table="item")

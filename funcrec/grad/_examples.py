@@ -186,7 +186,8 @@ def in_one(grads: RowGrads, weights: Tensor | None, shared: dict) -> RowGrads:
         features = tuple(f._replace(first_bag=f.first_bag * t.d.shape[0]) for f in t.features)
         weights_of_ids = None if scale is None else scale.values
         terms.append(Bags(d, rows.values, rows.offsets, weights_of_ids, features))
-    return replace(grads, terms=tuple(terms), coalesced=False)
+    mark = grads.mark[0] if grads.mark is not None and grads.mark.dim() else grads.mark
+    return replace(grads, terms=tuple(terms), coalesced=False, mark=mark)
 
 
 def _places(term: Bags) -> tuple[Tensor, Tensor]:

@@ -163,7 +163,14 @@ def taken(table: Tensor | RowGrads | None, rows: Tensor, like: Tensor, height: i
 
 
 def kind_problems(params: Params) -> Iterator[Problem]:
-    if not is_plain(params.tables) and not holds_vocabularies(params.tables):
+    if any(isinstance(t, TableRef) for t in params.tables.values()):
+        what = "of_rows, hvp and their like read tables of a loss inside of `value_and_grad`."
+        need, got = "the tables themselves", "a table of a loss that is differentiated outside"
+        hint = (
+            "of = fr.of_rows(loss_fn, params, batch) outside, and torch.func.grad of an f(of.params) that calls of.fn"
+        )
+        yield Problem(what, got, need, hint, TypeError)
+    elif not is_plain(params.tables) and not holds_vocabularies(params.tables):
         what, need = "`params.tables` are not plain tables.", "{name: f[R, D]}, or dynamic_tables in memory"
         yield Problem(what, describe(params.tables), need, hint_for(params.tables), TypeError)
 

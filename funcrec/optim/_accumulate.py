@@ -138,7 +138,8 @@ def _put(slots: dict[str, Tensor], place: Tensor, grads: RowGrads | None) -> tup
         pad = rows.shape[1] - grads.rows.shape[0]
         mine = torch.where(grads.valid, grads.rows, -1).to(rows.dtype)
         new_rows = torch.nn.functional.pad(mine, (0, pad), value=-1)[None]
-        new_grads = torch.nn.functional.pad(grads.grads.to(held.dtype), (0, 0, 0, pad))[None]
+        own = torch.where(grads.valid[:, None], grads.grads, 0)  # padding has the same bits in eager and compiled steps
+        new_grads = torch.nn.functional.pad(own.to(held.dtype), (0, 0, 0, pad))[None]
     at = place[None]
     return rows.index_copy(0, at, new_rows), held.index_copy(0, at, new_grads)
 

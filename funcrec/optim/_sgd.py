@@ -24,6 +24,8 @@ def _is_rate(hyper) -> bool:
 def sgd(lr: Rate = 0.01, *, weight_decay: float = 0.0) -> RowOptimizer:
     """w ← w - lr · (g + weight_decay · w). No slots. The default lr is 0.01; torch.optim.SGD's is 0.001.
 
+    A row that holds inf becomes NaN when it is named, also with weight_decay=0: 0 · inf is NaN.
+
     Example:
       >>> import funcrec as fr
       >>> fr.optim.sgd(lr=0.1).init(fr.init(fr.key(0), [fr.TableConfig("item", 3, 2)]))

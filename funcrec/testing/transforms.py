@@ -12,58 +12,40 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcrec.core import replace, split, tree_map
-from funcrec.grad import accumulate_grads, example_norms, per_example_grads, remat, value_and_grad
+from funcrec.core import replace
+from funcrec.grad import accumulate_grads, example_norms, hvp, per_example_grads, private_grads, remat, value_and_grad
 from funcrec.history import logged
-from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_reduce, bag_softmax, dedup_bags, jagged_attention
+from funcrec.jagged import (
+    JaggedTensor,
+    KeyedJaggedTensor,
+    bag_filter,
+    bag_reduce,
+    bag_softmax,
+    dedup_bags,
+    jagged_attention,
+)
 from funcrec.kinds import VocabularyConfig, admit, dequantize, dynamic_tables, fake_quantize, quantize, vocabulary
-from funcrec.losses import bce, contrastive, cross_entropy, full_softmax, huber, mse
+from funcrec.losses import bce
 from funcrec.mesh import Mesh, P, psum, shard_map
-from funcrec.models import deepfm, dlrm, fm, loss
-from funcrec.optim import adagrad, adam, dense, lamb, sgd
+from funcrec.optim import adagrad, dense, sgd
 from funcrec.retrieval import top_k
 from funcrec.sharding import Placement, Plan, column_wise, row_wise, shard_tables, table_wise
-from funcrec.tables import Batch, FeatureConfig, Params, RowGrads, TableConfig, lookup, lookup_sequence
-from funcrec.testing._modes import COMPILED, RAISED, RIGHT, ZERO, Case, draw, sweep
-from funcrec.testing._transforms import TRANSFORMS, UNCOMPILED, case_of
+from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup, lookup_each, lookup_sequence
+from funcrec.testing._modes import COMPILED, RAISED, RIGHT
+from funcrec.testing._transform_rows import IDS, LABEL, LENGTHS, TABLE, Row, drawn, of_losses, of_models, of_updates
+from funcrec.testing._transforms import TRANSFORMS, UNCOMPILED
 from funcrec.train import scan, train_step
 
-
-class Row(NamedTuple):
-    """A function, and example arguments whose floats are its inputs.
-
-    smooth: f without its rounding, for differences; rtol: the rounding allowed.
-    """
-
-    f: Callable
-    args: tuple[Any, ...]
-    smooth: Callable[..., Any] | None = None
-    rtol: float = 0.0
-
-    def cells(self, modes: tuple[str, ...]) -> dict[tuple[str, str], str]:
-        """Return {(path of an input, mode): outcome}. In modes that compile, the one input moves all floats at once."""
-        case = case_of(self.f, *self.args)
-        smooth = None if self.smooth is None else case_of(self.smooth, *self.args).f
-        along = lambda f: lambda t: f(**{n: x + t * draw(f"{n}, moved", x.shape) for n, x in case.inputs.items()})
-        moved = Case(case.name, along(case.f), {"t": ZERO}, smooth=smooth and along(smooth), rtol=self.rtol)
-        found = sweep(case._replace(smooth=smooth, rtol=self.rtol), tuple(m for m in modes if m not in COMPILED))
-        return found | sweep(moved, tuple(m for m in modes if m in COMPILED))
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-LENGTHS = torch.tensor([2, 0, 3, 1])
-IDS = KeyedJaggedTensor.from_lengths(["a"], torch.tensor([0, 2, 1, 1, 3, 2]), LENGTHS)
-TABLE, WEIGHTS, LABEL = drawn(4, 3), drawn(6, seed=1).abs() + 0.1, torch.tensor([1.0, 0.0, 1.0, 0.0]).double()
+WEIGHTS = drawn(6, seed=1).abs() + 0.1
 CODES = quantize({"t": TABLE.float()}, "int8")
 BAGS = JaggedTensor.from_lengths(drawn(6, seed=2), LENGTHS)
+KEPT = torch.tensor([True, False, True, True, False, True])
 SGD = dense(torch.optim.SGD, lr=0.1)
 PLACES = {"table_wise": table_wise("model", rank=1), "row_wise": row_wise("model"), "column_wise": column_wise("model")}
 
@@ -127,22 +109,32 @@ def logged_step() -> Row:
     return Row(f, ({"t": TABLE}, drawn(3)))
 
 
-def attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attended(queries: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Tensor:
     bags = lambda x: JaggedTensor(x, IDS.offsets)
-    return jagged_attention(bags(queries), bags(keys), values).values
+    return jagged_attention(bags(queries), bags(keys), values, **how).values
+
+
+def of_strides(table: Tensor) -> dict[str, Tensor]:
+    """Return the pooled rows of two features with other numbers of bags (VBE)."""
+    lengths = torch.tensor([2, 0, 3, 1])
+    ids = KeyedJaggedTensor.from_lengths(["a", "b"], IDS.values, lengths, strides=(3, 1))
+    return lookup_each({"t": table}, ids, [FeatureConfig(k, table="t") for k in ("a", "b")])
+
+
+def private(f: Callable[..., Any]) -> Callable[..., Any]:
+    grads = private_grads(f, max_norm=0.3, noise_multiplier=0.1, max_ids=3)
+    return lambda *args: grads(*args, key=torch.tensor(7))
+
+
+def curvature(table: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+    params = Params({"t": table}, dense)
+    product = hvp(small_loss)(params, params, Batch(IDS, LABEL))
+    return product.dense, product.tables["t"].to_dense()
 
 
 def small_loss(params: Params, batch: Batch) -> Tensor:
     x = lookup(params.tables, batch.ids, [FeatureConfig("a", table="t")]).values @ params.dense
     return bce(x, batch.label)
-
-
-def of_model(make: Callable[..., Any]) -> Row:
-    model = make([TableConfig("t", 4, 3)], [FeatureConfig("a", table="t"), FeatureConfig("b", table="t", column="a")])
-    # Biases of 0 and an empty bag would meet in the kink of a ReLU, where differences are no derivatives.
-    params = tree_map(lambda x: x.double() + 0.1, model.init(split(torch.tensor(3), 1)[0]))
-    whole = loss(model)
-    return Row(lambda params: whole(params, Batch(IDS, LABEL), key=torch.tensor(5))[0], (params,))
 
 
 def step_of(optimizer: Callable[..., Any], **how: Any) -> Row:
@@ -164,18 +156,10 @@ def taken(grad: Callable[..., Any]) -> Callable[..., Any]:
     return f
 
 
-def updated(optimizer: Callable[..., Any]) -> Row:
-    def f(table, grads):
-        rule, g = optimizer(lr=0.1), RowGrads.from_entries(torch.tensor([1, 3, 1]), grads, num_embeddings=4)
-        return rule.update({"t": g}, rule.init({"t": table}), {"t": table}, torch.tensor(0))
-
-    return Row(f, (TABLE, drawn(3, 3)))
-
-
 def rows() -> dict[str, Row]:
     """Return the rows by name."""
     both = (TABLE, drawn(3))
-    scores = drawn(4, seed=4)
+    heads = tuple(drawn(6, 2, 3, seed=i) for i in (5, 6, 7))
     mesh = Mesh.emulated(data=2)
     on_ranks = shard_map(lambda x: psum(x.sin().sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
     shared = dedup_bags(KeyedJaggedTensor.from_lists({"a": [[1, 2], [3], [1, 2]]}))
@@ -183,6 +167,7 @@ def rows() -> dict[str, Row]:
         "lookup, sum": Row(read("sum"), (TABLE,)), "lookup, mean": Row(read("mean", max_length=2), (TABLE,)),
         "lookup, max": Row(read("max"), (TABLE,)), "lookup, weighted": Row(weighted, (TABLE, WEIGHTS)),
         "lookup of shared bags": Row(read("sum", shared), (TABLE,)), "lookup_sequence": Row(read("none"), (TABLE,)),
+        "lookup_each": Row(of_strides, (TABLE,)),
         "lookup as if float16": Row(as_if("float16"), (TABLE,), read("sum")),
         "lookup as if int8": Row(as_if("int8"), (TABLE,), read("sum")),
         "lookup, quantised": Row(
@@ -190,20 +175,15 @@ def rows() -> dict[str, Row]:
         "lookup of growing tables": Row(of_vocabulary, (TABLE,)),
         **{f"lookup, {n}": sharded(place) for n, place in PLACES.items()},
         **{f"bag_reduce, {r}": Row(lambda x, r=r: bag_reduce(x, r)[[0, 2, 3]], (BAGS,))
-           for r in ("sum", "mean", "max", "prod", "logsumexp")},
+           for r in ("sum", "mean", "max", "min", "prod", "logsumexp")},
         "bag_softmax": Row(lambda x: bag_softmax(x).values, (BAGS,)),
-        "jagged_attention": Row(attended, (drawn(6, 2, 3, seed=5), drawn(6, 2, 3, seed=6), drawn(6, 2, 3, seed=7))),
-        "bce": Row(lambda x, w: bce(x, LABEL, w.abs() + 0.1), (scores, drawn(4, seed=8))),
-        "mse": Row(lambda x: mse(x, LABEL), (scores,)), "huber": Row(lambda x: huber(x, LABEL), (scores,)),
-        "cross_entropy": Row(lambda x: cross_entropy(x, torch.tensor([0, 2])), (drawn(2, 3, seed=9),)),
-        "full_softmax": Row(lambda q, t: full_softmax(q, t, torch.tensor([1, 3])), (drawn(2, 3, seed=9), TABLE)),
-        "contrastive": Row(lambda x, y: contrastive(x, y), (drawn(3, 2, seed=1), drawn(3, 2, seed=2))),
-        "fm": of_model(fm), "deepfm": of_model(lambda *a: deepfm(*a, sizes=(4,))),
-        "dlrm": of_model(lambda *a: dlrm(*a, sizes=(4,))),
-        "update, sgd": updated(sgd), "update, adagrad": updated(adagrad), "update, adam": updated(adam),
-        "update, lamb": updated(lamb),
+        "bag_filter": Row(lambda x: bag_reduce(bag_filter(x, KEPT), "sum"), (BAGS,)),
+        "jagged_attention": Row(attended, heads),
+        "jagged_attention, silu": Row(partial(attended, activation="silu", normalizer=3), heads),
+        **of_losses(), **of_models(), **of_updates(),
         "value_and_grad": Row(taken(value_and_grad), both),
         "per_example_grads": Row(taken(lambda f: per_example_grads(f, max_ids=3)), both),
+        "private_grads": Row(taken(private), both), "hvp": Row(curvature, both),
         "accumulate_grads": Row(taken(lambda f: accumulate_grads(f, 2)), both),
         "train_step": step_of(adagrad), "train_step, micro-batches": step_of(sgd, micro_batches=2),
         "train_step, logged": logged_step(), "remat": Row(again, (*both, drawn(3, 3, seed=10))),

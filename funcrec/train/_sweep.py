@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
@@ -215,7 +216,8 @@ def value_problems(hyper: Mapping[str, Any]) -> Iterator[Problem]:
         except (TypeError, ValueError, RuntimeError):
             yield Problem(f"`hyper[{n!r}]` holds no numbers.", describe(x), need, hint, TypeError)
             continue
-        if own.dim() != 1 or own.is_complex() or own.dtype == torch.bool:
+        is_list = own.dim() == 1 and not own.is_complex() and own.dtype != torch.bool
+        if not is_list or (not isinstance(x, Tensor) and any(isinstance(y, bool | np.bool_) for y in x)):
             yield Problem(f"`hyper[{n!r}]` is not a list of numbers.", describe(x), need, hint)
         elif not is_followed(own) and not bool(own.isfinite().all()):
             yield Problem(f"`hyper[{n!r}]` has a number that is not finite.", f"{own.tolist()}", "finite numbers")

@@ -32,6 +32,7 @@ ROWS = [
     ("NaN", lambda: made({"lr": [0.1, math.nan]}), ValueError, "`hyper['lr']` has a number that is not finite"),
     ("two lengths", lambda: made({"lr": [0.1, 0.2], "momentum": [0.5]}), ValueError, "try   product=True"),
     ("no member", lambda: made({"lr": []}), ValueError, "one length >= 1"),
+    ("a list of truths", lambda: made({"lr": [True, False]}), ValueError, "`hyper['lr']` is not a list of numbers"),
     ("no step", lambda: fr.sweep(lambda lr: 3, {"lr": [0.1]}).init(PARAMS), TypeError, "`make_step` returned no step"),
     ("a value that is read", lambda: fr.sweep(lambda lr: make_step(float(lr)), {"lr": [0.1]}).init(PARAMS), TypeError,
         "`make_step` reads a tensor's value on the host"),

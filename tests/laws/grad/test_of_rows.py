@@ -379,6 +379,24 @@ def test_of_rows_refuses_other_forms_of_its_parameters():
         counts(params, params)
 
 
+def test_products_inside_of_value_and_grad():
+    """A product of a loss's own tables says what to write; the function of rows that it names is right."""
+    params, batch = drawn(1)
+    penalty = lambda p, b: fr.hvp(loss_fn)(p, fr.Params({}, p.dense), b).dense["w"].square().sum()
+    for inside in (penalty, lambda p, b: fr.of_rows(loss_fn, p, b).fn(p)):
+        with pytest.raises(TypeError, match=r"of = fr.of_rows\(loss_fn, params, batch\) outside"):
+            fr.value_and_grad(inside)(params, batch)
+    of, v = fr.of_rows(loss_fn, params, batch), params.dense
+    zeros = lambda p: fr.Params(fr.tree.map(torch.zeros_like, p.tables), v)
+
+    def norm(f, at):
+        return torch.func.jvp(torch.func.grad(f), (at,), (zeros(at),))[1].dense["w"].square().sum()
+
+    got = of.put(torch.func.grad(lambda at: norm(of.fn, at))(of.params))
+    whole = torch.func.grad(lambda at: norm(lambda p: loss_fn(p, batch), at))(params)
+    assert_close(dense_of(got)["tables"]["item"], whole.tables["item"])
+
+
 def test_products_in_threads_are_those_of_one_thread():
     """Threads that multiply at once get the products of one thread, though torch's forward mode belongs to one."""
     params, batch = drawn(1)

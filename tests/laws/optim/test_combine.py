@@ -163,6 +163,27 @@ def test_accumulate_counts_updates():
     assert sorted(set(seen)) == [0, 1, 2] and seen == sorted(seen)
 
 
+def test_accumulate_keeps_zeros_in_its_padding(interpreted):
+    """Entries without a row have gradients of zero, whatever lies in a gradient's padding, eager and staged."""
+    sparse = fr.optim.accumulate(fr.optim.sgd(1.0), every=2, capacity=5)
+    tables = {"t": torch.zeros(3, 2)}
+    rows, grads = torch.tensor([1, -1, 1, 7]), torch.full((4, 2), torch.nan)
+    given = {"t": fr.RowGrads.from_entries(rows, grads.index_fill(0, torch.tensor([0, 2]), 1.0), num_embeddings=3)}
+    update = lambda g, slots: sparse.update(g, slots, tables, torch.tensor(0))[1]["t"]
+    for got in (update(given, sparse.init(tables)), fr.jit(update)(given, sparse.init(tables))):
+        free = got["pending_rows"] < 0
+        assert not bool(got["pending_grads"][free].any())
+        assert got["pending_grads"][0].sum() == 4.0
+
+
+def test_a_row_of_infinity_becomes_nan():
+    """SGD's rule adds weight_decay · w to the gradient, and 0 · inf is NaN; a row that is not named stays infinite."""
+    tables = {"t": torch.full((2, 1), torch.inf)}
+    grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.zeros(1, 1), num_embeddings=2)}
+    made, _ = fr.optim.sgd(0.1).update(grads, {"t": {}}, tables, step=0)
+    assert bool(made["t"][0].isnan()) and bool(made["t"][1].isinf())
+
+
 def test_accumulate_forgets_what_it_applied():
     """Applied gradients are dropped. After a jump to the last step of a later window, only the gradient of that step
     counts."""
