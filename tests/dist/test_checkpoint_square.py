@@ -260,16 +260,16 @@ def test_every_damaged_folder_is_refused_or_whole(tmp_path):
 def test_a_reader_beside_a_writer_reads_one_save(tmp_path):
     """A folder that is replaced during a read is read again. The tree comes from one save. No file is missing."""
     path = fr.save(tmp_path / "a", small(1.0))
-    read = _folder.Files.open
+    read = _folder.Files.file
     again = []
 
-    def replaced(self, block, x):
+    def replaced(self, name, label):
         if len(again) < 3 and not self.opened:
             again.append(fr.save(path, small(float(len(again) + 2))))
-        return read(self, block, x)
+        return read(self, name, label)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_folder.Files, "open", replaced)
+        patch.setattr(_folder.Files, "file", replaced)
         found = fr.load(path)
     assert len(again) == 3 and int(found.step) == 4 and bool((found.tables["a"] == 4).all())
     assert len(list(path.iterdir())) == 3
