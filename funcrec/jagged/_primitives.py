@@ -141,7 +141,9 @@ def _sums(x: Tensor, offsets: Tensor, size: int, implementation: str) -> Tensor:
     """The values serve as a table and each position as an id; the kernel of lookups adds them in order."""
     whole = [Feature(0, 0, 0, 0, False, False, 0)]
     rows = torch.arange(x.shape[0], device=x.device)
-    return _operation("pooled_lookup", implementation)([x], [rows], offsets, None, whole, offsets.shape[0] - 1)
+    return _operation("pooled_lookup", implementation)(
+        [x.contiguous()], [rows], offsets, None, whole, offsets.shape[0] - 1
+    )
 
 
 def _spread(x: Tensor, offsets: Tensor, size: int, implementation: str) -> Tensor:

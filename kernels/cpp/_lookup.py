@@ -85,6 +85,7 @@ def scatter_rows_(table_: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> N
 def gather_block(tables: list[Tensor], rows: Tensor) -> list[Tensor]:
     """Return the results of `gather_rows` on several tables with the same rows."""
     rows, out, numbers = rows.contiguous(), [], [len(tables)]
+    tables = [x.contiguous() if 0 in x.stride() else x for x in tables]  # an expanded cotangent is not a table's memory
     named = ints(rows)
     for x in tables:
         out.append(empty((rows.shape[0], x.shape[1]), torch.float64 if x.dtype == torch.float64 else torch.float32))

@@ -104,6 +104,14 @@ def test_no_cell_of_the_table_is_wrong(name):
         assert all(o == "right" or "Functionalize rule for custom_function_call" in o for o in cells)
 
 
+def test_a_sum_of_bags_takes_an_expanded_cotangent():
+    """Cotangents and tangents of a plain sum are one number, expanded, in derivatives of every order."""
+    assert set(transforms.rows()["bag_filter"].cells(("grad of jvp", "jvp of jvp")).values()) == {"right"}
+    x = torch.ones(1, dtype=torch.float64).expand(3)
+    bags = fr.JaggedTensor(x, torch.tensor([0, 1, 3]))
+    assert fr.bag_reduce(bags, "sum").tolist() == [1.0, 2.0]
+
+
 def test_the_command_prints_its_rows(capsys):
     """A row a line, under the names of the modes; unknown rows are refused."""
     transforms.main(["mse", "bce"])
