@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.checkpoint._asynchronous import Saving, finish, go_on, num_live, ranks_beside, settle
@@ -32,8 +33,8 @@ from funcrec.core import CLASSES, Count, Problem, Size, check, class_name, descr
 from funcrec.files import Url, as_path, open_file, steady
 from funcrec.mesh import Codec, Mesh, Ranks, apart_problems, called_by_all_ranks, together
 from funcrec.optim import RowOptimizer
-from funcrec.sharding import Plan
-from funcrec.train import TrainState
+from funcrec.sharding import Plan, optimizer_problems
+from funcrec.train import TrainState, readers, update_of
 
 SAVE, LOAD = "funcrec.save", "funcrec.load"
 
@@ -139,7 +140,8 @@ def load(
     Args:
       like: a tree to compare with. The error lists every path whose kind, shape or dtype differs, or that only one tree
         has. Without a plan, states are laid out as a sharded TrainState in `like` is, whatever plan saved them; `mesh`
-        is the mesh of that state, and need not be given if it is emulated.
+        is the mesh of that state, and need not be given if it is emulated. Or a step of `train_step`, or `jit` of it:
+        states are laid out as its first state is, by its plan on its mesh, and their slots must be its optimizer's.
       device: the device of the tensors; by default the device that they were saved from, or with a mesh of real ranks
         this rank's
       device.
@@ -176,6 +178,11 @@ def load(
     path = as_path(LOAD, path, remote=True)
     finish()
     how = {"sparse": sparse, "exact": exact, "codec": codec, "dedup": dedup, "dense_axes": tuple(dense_axes)}
+    step = update_of(like)
+    if step is not None:
+        check(LOAD, given_problems({"plan": plan, "mesh": mesh, **how}))
+        like, mesh, plan = None, step.where.mesh, step.where.plan
+        how |= {} if mesh is None else {"sparse": step.recipe.sparse, **step.where.options}
     target = None if plan is None else Target(plan, mesh, **how)
     held = sharded_in(like) if plan is None else None
     check(LOAD, transform_problems(), target_problems(target, mmap, **how), map_problems(path, mmap))
@@ -184,7 +191,9 @@ def load(
         check(LOAD, layout_problems(held, mesh, mmap))
         target = target_like(held, mesh)
     said = {n: repr(x) for n, x in {"mesh": mesh and mesh.axes, "plan": plan, **how}.items() if n != "sparse"}
-    return read(path, target, mesh, device, like, mmap, said)
+    tree = read(path, target, mesh, device, like, mmap, said)
+    check(LOAD, () if step is None else of_step_problems(step.recipe.sparse, tree, mesh))
+    return tree
 
 
 def load_as(path: Path, state: TrainState, *, mesh: Mesh, device: torch.device | str | None = None) -> Any:
@@ -281,6 +290,25 @@ def map_problems(path: Path | Url, mmap: bool) -> Iterator[Problem]:
 def damaged(path: Path, error: Exception):
     hint = "an older checkpoint; `save` itself never leaves half a file"
     fail(LOAD, f"`{path.name}` is not a whole checkpoint.", got=str(error), need="a file that save wrote", hint=hint)
+
+
+def given_problems(given: dict[str, Any]) -> Iterator[Problem]:
+    """Report arguments besides a step, which has its own."""
+    names = [n for n, x in given.items() if x not in (None, False, ())]
+    if names:
+        what, need = "`like` is a step, which says how states are laid out.", "the path and the step alone"
+        yield Problem(what, f"also {', '.join(names)}", need, "like=None, or a step with these arguments", TypeError)
+
+
+def of_step_problems(sparse: RowOptimizer, tree: Any, mesh: Mesh | None) -> Iterator[Problem]:
+    """Report a tree without a state, and slots of another optimizer than that of the step."""
+    leaves = torch_tree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, TrainState))
+    states = [x for x in leaves if isinstance(x, TrainState)]
+    if not states:
+        yield Problem("the checkpoint has no state of a step.", describe(tree), "a TrainState", "like=None")
+    for state in states:
+        samples = {n: {k: rows(0, 0) for k, rows in own.items()} for n, own in readers(state, mesh).items()}
+        yield from optimizer_problems(sparse, samples)
 
 
 def difference_problems(tree: Any, like: Any) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from funcrec.train._replicas import sync_replicas as sync_replicas
 from funcrec.train._reshard import gather_state as gather_state
 from funcrec.train._reshard import mesh_problems as mesh_problems
 from funcrec.train._reshard import of_rows as of_rows
+from funcrec.train._reshard import readers as readers
 from funcrec.train._reshard import reshard as reshard
 from funcrec.train._reshard import slot_problems as slot_problems
 from funcrec.train._reshard import steps_of as steps_of

@@ -4,7 +4,7 @@ state, batch -> (loss, grads) -> (tables', slots'), (dense', dense_opt') -> stat
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
@@ -184,7 +184,8 @@ def train_step(
     keyed = takes_key(loss_fn) or (grad is not None and takes_key(grad(loss_fn), own=True))
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, keyed, micro_batches, admit, grad, max_norm, invariant)
     cutting = mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes))
-    where = OnMesh(mesh, cutting, Stages(), capacity)
+    options = {"dense_axes": tuple(dense_axes), "exact": exact, "codec": codec, "dedup": dedup}
+    where = OnMesh(mesh, cutting, Stages(), capacity, plan, options)
     if mesh is not None:
         copies = prod(mesh.shape[a] for a in plan.replicas)
         place = rank_of(sparse, mesh, where.batch_axes, copies, capacity, codec)
@@ -202,8 +203,7 @@ def train_step(
         key = random.key(0) if key is None else key
         random.check_key("funcrec.train_step.init", key)
         if mesh is not None:
-            cut, how = tuple(dense_axes), {"exact": exact, "codec": codec, "dedup": dedup}
-            return own_memory(shard_state(params, key, mesh, plan, sparse, dense, cut, **how))
+            return own_memory(shard_state(params, key, mesh, plan, sparse, dense, **options))
         device = next((t.device for t in params.tables.values()), key.device)
         step = torch.zeros((), dtype=torch.int64, device=device)
         slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)
@@ -269,6 +269,8 @@ class OnMesh(NamedTuple):
     batch_axes: tuple[str, ...] | None
     place: Stages
     capacity: int | None = None
+    plan: Plan | None = None
+    options: Mapping[str, Any] | None = None  # with the plan, the layout of the step's first state (`shard_state`)
 
     def run(
         self, fn: Callable[..., Any], specs_of: Callable[..., Any], state: Any, batch: Any
@@ -336,9 +338,8 @@ def state_problems(state: object) -> Iterator[Problem]:
 
 def step_problems(step: TrainStep[Any], own: Any) -> Iterator[Problem]:
     if own is None:
-        yield Problem(
-            "`step` is not a step of `train_step`.", describe(step), "the result of fr.train_step", "", TypeError
-        )
+        what, need = "`step` is not a step of `train_step`.", "the result of fr.train_step"
+        yield Problem(what, describe(step), need, "", TypeError)
 
 
 def sharded_problems(state: TrainState) -> Iterator[Problem]:

@@ -43,6 +43,37 @@ def test_a_checkpoint_is_laid_out_like_the_state_at_hand(saved, plan, tmp_path):
     assert_trees_close(fr.load(path, like={"state": state, "epoch": 0}, mesh=mesh), tree, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("plan", [None, "rows", "grid"])
+@pytest.mark.parametrize("saved", [None, "columns"])
+def test_a_checkpoint_is_laid_out_for_a_step(saved, plan, tmp_path):
+    """load(path, like=step) is laid out as the step's own states are, with the bits that were saved, and so it is for
+    `jit` of the step."""
+    source, (step, state) = trained(saved)[1], trained(plan)
+    path = fr.save(tmp_path / "run", {"state": source, "epoch": 3})
+    tree = fr.load(path, like=step)
+    alone = lambda x, plan: fr.gather_state(x, fr.Mesh.emulated(**PLANS[plan][0])) if plan else x
+    assert_trees_close(alone(tree["state"], plan), alone(source, saved), rtol=0, atol=0)
+    assert_trees_close(fr.load(path, like={"state": state, "epoch": 0}), tree, rtol=0, atol=0)
+    assert plan is None or tree["state"].tables.layout == state.tables.layout
+    assert int(step(tree["state"], BATCH)[0].step) == 2
+    assert_trees_close(fr.load(path, like=fr.jit(step)), tree, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("plan", [None, "rows"])
+def test_what_does_not_fit_a_step_is_refused(plan, tmp_path):
+    """A step with arguments that it has itself, slots of another optimizer, and a file without a state raise."""
+    step, state = trained(plan)
+    path = fr.save(tmp_path / "run", state)
+    with pytest.raises(TypeError, match="also mesh, exact"):
+        fr.load(path, like=step, mesh=fr.Mesh.emulated(x=2), exact=True)
+    how = {"mesh": fr.Mesh.emulated(x=2), "plan": fr.Plan(PLANS["rows"][1])} if plan else {}
+    other = fr.train_step(lambda params, ids: params.dense.sum(), sparse=fr.optim.sgd(0.1), **how)
+    with pytest.raises(ValueError, match="another optimizer than that of the slots of 'item'"):
+        fr.load(path, like=other)
+    with pytest.raises(ValueError, match="no state"):
+        fr.load(fr.save(tmp_path / "other.pt", {"w": state.step}), like=step)
+
+
 def test_what_does_not_fit_the_state_at_hand_is_refused(tmp_path):
     """Another mesh, a map of the file, other tables, and a state of real ranks without its mesh raise."""
     state = trained("rows")[1]
