@@ -245,8 +245,9 @@ def prepare_writes(plan: WritePlan, num_leaves: int) -> Callable[[list, list], N
 
     def run(leaves: list[Any], results: list[Any]) -> None:
         pool = leaves + results
-        for call, getters in calls:
-            call(*[get(pool) for get in getters])
+        with torch._C._AutoDispatchBelowAutograd():
+            for call, getters in calls:
+                call(*[get(pool) for get in getters])
 
     return run
 
