@@ -229,7 +229,7 @@ def functions() -> list[Call]:
                                     "exact": False, "capacity": 8, "codec": fr.Codec("int8"), "dedup": False,
                                     "dense_axes": ("a",), "invariant": False}),
         invariant=(fr.invariant, {"fn": loss_fn}),
-        invariant_fn=(fr.invariant(loss_fn), {"params": PARAMS, "batch": BATCH}),
+        invariant_fn=(fr.invariant(fr.value_and_grad(loss_fn)), {"params": PARAMS, "batch": BATCH}),
         step_init=(STEP.init, {"params": PARAMS, "key": KEY}), step=(STEP, {"state": STATE, "batch": BATCH}),
         step_on_mesh=(ON_MESH, {"state": HELD, "batch": BATCH}),
         TrainStep=(fr.TrainStep, {"init": STEP.init, "update": STEP.update}),
