@@ -127,7 +127,7 @@ def route_program(layout, mine):
             out.append(torch.stack(blocks))
         return torch.stack(out)
 
-    one = lambda x, ids: route(with_weights(ids, x["weights"]), routes, None).weights
+    one = lambda x, ids: route(with_weights(ids, x["weights"]), routes, 1 << 20).weights  # room for all ids
     return Program(one, whole, {"weights": torch.stack([p.weights for p in mine])}, None)
 
 
