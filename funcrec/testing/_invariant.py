@@ -46,7 +46,13 @@ def check_invariant(fn: Callable[[Any], Any], batch: Any) -> None:
     is_of_examples = lambda x: isinstance(x, Tensor) and x.shape[:1] == (count,)
     wrong = [f"`{path}` {describe(x)}" for path, x in paths(whole) if not is_of_examples(x)]
     if wrong:
-        fail(CALL, "a result is not one of examples.", got=wrong[0], need=f"tensors [{count}, ...]")
+        fail(
+            CALL,
+            "a result is not one of examples.",
+            got=wrong[0],
+            need=f"tensors [{count}, ...]",
+            hint="results of examples",
+        )
     every = list(range(count))
     alone = [[i] for i in {*every[:ALONE], count - 1}]
     for rows in (*alone, every[::-1], every[: count // 2 + 1], every[:1] * 3, every * 2):
@@ -73,15 +79,28 @@ def examples_of(batch: Any) -> int:
     ids = batch.ids if isinstance(batch, Batch) else batch
     if isinstance(ids, KeyedJaggedTensor):
         if ids.strides is not None or ids.inverse is not None:
-            fail(CALL, "the bags of the batch are shared.", got=repr(ids)[:80], need="B bags for each key")
+            fail(
+                CALL,
+                "the bags of the batch are shared.",
+                got=repr(ids)[:80],
+                need="B bags for each key",
+                hint="the ids before fr.dedup_bags",
+            )
         counts = {ids.num_examples}
     else:
         counts = {x.shape[0] if x.dim() else -1 for x in tree_leaves(batch) if isinstance(x, Tensor)}
     if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves(batch)):
-        fail(CALL, "the batch has no values.", got="tensors on the device meta", need="numbers", kind=TypeError)
+        fail(
+            CALL,
+            "the batch has no values.",
+            got="tensors on the device meta",
+            need="numbers",
+            hint="a batch on the CPU",
+            kind=TypeError,
+        )
     if len(counts) != 1 or min(counts) < 1:
         got, need = f"{sorted(counts)} examples", "one number, 1 or more"
-        fail(CALL, "the batch has no number of examples.", got=got, need=need)
+        fail(CALL, "the batch has no number of examples.", got=got, need=need, hint="tensors [B, ...]")
     return counts.pop()
 
 
