@@ -40,8 +40,8 @@ def dot_interaction(x: Tensor, *more: Tensor) -> Tensor:
     x f[B, F, D] -> f[B, F · (F - 1) / 2].
 
     Args:
-      more: other stacks f[B, G, D] of vectors of the same examples. Their vectors follow those of x, as if torch.cat
-        had joined all stacks; nothing is copied for this.
+      more: other stacks of vectors of the same examples. Their vectors follow those of x, and F counts all of them, as
+        if torch.cat had joined the stacks; nothing is copied for this.
 
     Cost: it reads B · F · D elements once, and computes B · D products for each pair. Its transpose computes twice as
       many. On a CPU both are one kernel each; their sums run in f32 (f64 for f64).

@@ -24,6 +24,7 @@ SAID_ELSEWHERE = {
     "member": "any tree of stacked tensors",
     **dict.fromkeys(("TrainStep.init", "TrainStep.update"), "fields of a TrainState; metrics by train_step"),
     "eval_shape": "what the function returns",
+    "dry_run": "a step's own parameters and batch",
     "debug_print": "any tensors",
     **dict.fromkeys(("while_loop", "fori_loop"), "the forms of `init`"),
     "vocabulary_items": "a list of as many places as rows, and two numbers",

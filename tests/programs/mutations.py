@@ -209,7 +209,8 @@ MUTATIONS = {
         _rank_step, "whole_banks", lambda made: lambda sparse, layout: (), law(trains, "partial", "column_wise")
     ),
     "columns in place: all owners take the first ones": Mutation(
-        _update, "first_column", lambda made: lambda *args: 0 * made(*args), law(trains, "partial", "column_wise")
+        _update, "first_columns", lambda made: lambda layout: {b: [0] * len(x) for b, x in made(layout).items()},
+        law(trains, "partial", "column_wise"),
     ),
     "a row's second moment is of its own columns": Mutation(
         _update, "column_banks", lambda made: lambda sparse, layout: {}, law(trains, "rowwise_adagrad", "column_wise")
