@@ -24,6 +24,10 @@ FEW = {
     "pooled_lookup": 75,
     "quantized_lookup": 75,
     "stacked_lookup": 75,
+    "invariant_bmm": 60,
+    "invariant_sum": 60,
+    "dot_interaction": 75,
+    "dot_interaction_transpose": 75,
     "jagged_attention": 50,
     "jagged_attention_transpose": 30,
 }

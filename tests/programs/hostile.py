@@ -38,6 +38,7 @@ from programs.hostile_draw import (
 )
 from programs.hostile_draws import DRAWS
 from programs.hostile_jagged import JAGGED
+from programs.hostile_products import PRODUCTS
 from programs.hostile_updates import UPDATES
 from programs.hostile_vocabularies import VOCABULARIES
 
@@ -211,7 +212,8 @@ OPERATIONS = {
     f.__name__: f
     for f in (
         pooled_lookup, stacked_lookup, pooled_lookup_weights, gather_rows, gather_block, scatter_rows, scatter_block,
-        quantized_lookup, quantized_rows, quantize_rows, top_k, *JAGGED, *DRAWS, *ATTENTION, *VOCABULARIES, *UPDATES,
+        quantized_lookup, quantized_rows, quantize_rows, top_k, *JAGGED, *DRAWS, *ATTENTION, *VOCABULARIES, *PRODUCTS,
+        *UPDATES,
     )
 }  # fmt: skip
 
