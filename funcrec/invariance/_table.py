@@ -47,7 +47,7 @@ EXACT_PRIMS = words("""
     sub transpose view_of view_of_dtype
 """)
 PRODUCTS = ("dot_interaction", "dot_interaction_transpose")  # of funcrec's kernels, whose bits depend on the processor
-EXCHANGES = ("all_gather_into_tensor", "all_to_all_single", "wait_tensor", "broadcast")  # exchanges that add nothing
+EXCHANGES = ("all_gather", "all_to_all", "broadcast", "wait")  # exchanges that add nothing
 
 
 def place_of(func: Any) -> tuple[str, Callable]:

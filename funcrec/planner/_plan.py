@@ -107,7 +107,7 @@ def plan(
       ('row_wise', True)
       >>> by_hand = {"item": fr.table_wise("model", rank=0), "country": fr.replicated()}
       >>> rated = fr.plan(tables, features, {"model": 8}, batch_size=8192, constraints=used, placements=by_hand)
-      >>> rated["item"].kind, rated.gap > 0.5
+      >>> rated["item"].kind, rated.gap > 0.4
       ('table_wise', True)
 
     Source: TorchRec's EmbeddingShardingPlanner.
