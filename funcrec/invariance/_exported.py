@@ -61,6 +61,8 @@ def check_operators(graph: torch.fx.Graph) -> None:
     """Raise if a float of the graph comes from an operator without a fixed order."""
     for node in graph.nodes:
         is_operator = isinstance(node.target, OpOverload | HigherOrderOperator)
+        if any(isinstance(x, torch.Tensor) and x.is_complex() for x in tree_leaves(node.meta.get("val"))):
+            refuse(node.target)
         if node.op == "call_function" and is_operator and any(map(is_float, tree_leaves(node.meta.get("val")))):
             has_factor = node.kwargs.get("alpha", 1) != 1 or len(node.args) == 3
             is_sum = node.target in SUMS and not has_factor

@@ -191,7 +191,7 @@ def whole_power(x: Tensor, n: int) -> Tensor:
     return torch.ones_like(x) if out is None else out
 
 
-def wide(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def widened(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return f with 16-bit floats computed in f32, and whole numbers as the default dtype."""
 
     def run(*xs: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
 
     Raises:
       TypeError: `fn` reaches an operator whose order of operations is torch's own, such as a convolution, a product
-        over a dimension, sin, or a draw of torch's generator; or something outside differentiates the call.
+        over a dimension, sin, or a draw of torch's generator, or complex numbers; something outside differentiates the
+        call; or torch.export records it.
       NotImplementedError: a product or a sum on a device without an implementation, such as CUDA.
 
     Law: for a function of examples, invariant(fn) of a batch has in each row the bits of the example alone. Values are
@@ -62,9 +63,10 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     @functools.wraps(fn)
     def run(*args: A.args, **kwargs: A.kwargs) -> R:
         refuse_followed(tree_leaves((args, kwargs)))
-        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-            got, need = "torch.compile or torch.export", "fr.jit, or fr.export with `invariant` outermost"
-            fail(CALL, "torch's own tracing does not see the call.", got=got, need=need, kind=TypeError)
+        if torch.compiler.is_exporting():
+            need, hint = "fr.export, with `invariant` outermost", "fr.export(fr.invariant(fn), ...)"
+            what = "torch.export records above the call, and would lose it."
+            fail(CALL, what, got="torch.export", need=need, hint=hint, kind=TypeError)
         with own_errors(CALL, fn, *args, *kwargs.values(), need="arguments of `fn`"), Invariant():
             out = fn(*args, **kwargs)
         refuse_followed(tree_leaves(out))  # The function may close over what autograd follows.
@@ -88,6 +90,8 @@ class Invariant(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(isinstance(x, Tensor) and x.is_complex() for x in tree_leaves((args, kwargs))):
+            refuse(func)  # no operator of the table is one of complex numbers
         how, run = place_of(func)
         if how == "composed" and func in self.composing:
             how, run = "unknown", func  # torch composes it of itself

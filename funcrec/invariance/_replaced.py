@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from funcrec.invariance import _functions, _sums
-from funcrec.invariance._functions import wide
+from funcrec.invariance._functions import widened
 
 aten, prims = torch.ops.aten, torch.ops.prims
 names = ("exp", "expm1", "log", "log1p", "log2", "log10", "sigmoid", "tanh", "sqrt", "rsqrt")
-functions: dict[str, Callable[..., Tensor]] = {n: wide(getattr(_functions, n)) for n in names}
+functions: dict[str, Callable[..., Tensor]] = {n: widened(getattr(_functions, n)) for n in names}
 
 
 def scaled_sum(x: Tensor, y: Any, alpha: Any = 1) -> Tensor:
@@ -54,7 +54,7 @@ def power(x: Any, y: Any) -> Tensor:
         return _functions.whole_power(as_tensor(x), int(known))
     if known in (0.5, -0.5):
         return functions["sqrt" if known > 0 else "rsqrt"](as_tensor(x))
-    return wide(_functions.power)(as_tensor(x), as_tensor(y))
+    return widened(_functions.power)(as_tensor(x), as_tensor(y))
 
 
 def norm(x: Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:

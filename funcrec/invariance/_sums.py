@@ -22,11 +22,13 @@ def ordered(name: str, *xs: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in the dtype in which sums run: f32 for 16-bit floats."""
+    """Return floats in the dtype in which sums run: f32 for 16-bit floats."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
+    if not a.is_floating_point():
+        return torch.bmm(a, b)  # whole numbers have one sum in any order
     return ordered("invariant_bmm", wide(a), wide(b)).to(a.dtype)
 
 
@@ -90,7 +92,8 @@ def mean_of(
     x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     dtype = dtype or x.dtype
-    total = sum_of(wide(x), dims, keepdim, dtype=torch.float64 if dtype == torch.float64 else None)
+    x = wide(x if x.is_floating_point() else x.to(dtype))
+    total = sum_of(x, dims, keepdim, dtype=torch.float64 if dtype == torch.float64 else None)
     over = dims or range(x.dim())
     return (total / math.prod(x.shape[d] for d in over if x.dim())).to(dtype)
 
