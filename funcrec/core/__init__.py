@@ -88,6 +88,7 @@ from funcrec.core._runs import later_run as later_run
 from funcrec.core._runs import quiet_levels as quiet_levels
 from funcrec.core._runs import refuse_draws as refuse_draws
 from funcrec.core._runs import remembered as remembered
+from funcrec.core._runs import taken as taken
 from funcrec.core._shown import html_table as html_table
 from funcrec.core._shown import new_figure as new_figure
 from funcrec.core._static import static_key as static_key

@@ -48,7 +48,7 @@ def current_level() -> int:
 
 
 def level_of(x: Tensor) -> int:
-    """Return the innermost level that x belongs to, or 0 if x belongs to none."""
+    """Return the innermost level that x belongs to, 0 if x belongs to none, or -1 if that level has ended."""
     return _functorch.maybe_get_level(x) if is_wrapped(x) else 0
 
 

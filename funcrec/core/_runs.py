@@ -70,7 +70,10 @@ class Run:
 
     def note(self, x: Tensor) -> None:
         value = base = stand_in(x)
-        while level_of(base) > self.level:
+        inside = quiet_levels()
+        while level_of(base) > self.level or level_of(base) < 0:  # torch reads arguments of a vjp that has ended
+            if level_of(base) in inside:  # an argument of a run inside, which `taken` noted, or a result of one
+                return
             base = get_unwrapped(base)
         if level_of(base) == self.level or id(x) in self.found or not is_from_transform(base):
             return
@@ -106,6 +109,17 @@ def quiet_levels() -> set[int]:
         levels |= set() if run.level is None else {run.level}
         run = run.outer
     return levels
+
+
+def taken(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors that the current runs give to another function, with stand-ins in later runs.
+
+    First runs note the tensors, which operations inside of that function see at levels of its own.
+    """
+    given, run = list(tensors), _run.get()
+    while run is not None:
+        given, run = run.put(given), run.outer
+    return given
 
 
 def remembered(home: Run | None, make: Callable[[], Any]) -> Any:

@@ -33,6 +33,7 @@ from funcrec.core import (
     pulled_back,
     quiet,
     refuse_draws,
+    taken,
     tree_flatten,
     tree_unflatten,
     typed,
@@ -90,7 +91,7 @@ def remat(fn: Callable[A, R]) -> Callable[A, R]:
             return fn(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        tensors, static = [leaves[i] for i in at], [None if isinstance(x, Tensor) else x for x in leaves]
+        tensors, static = taken([leaves[i] for i in at]), [None if isinstance(x, Tensor) else x for x in leaves]
 
         def flat(*own: Tensor) -> Any:
             whole = list(static)

@@ -50,6 +50,13 @@ def nested(wrap):
     return lambda x, w: wrap(lambda x: inner(inner(x, w), w.cos()) * x)(x).square().sum()
 
 
+def nested_by_argument(wrap):
+    """The outer function closes over tensors and gives them to inner ones as arguments, two levels deep."""
+    deepest = wrap(lambda y, w, b: (y @ w).sin() * b)
+    inner = wrap(lambda y, w, b: deepest(y, w, b.cos()) * deepest(y, w * 2, b)[0])
+    return lambda x, w: wrap(lambda y: inner(y, w, w.sum()) * x.sum() + inner(x, w, y.sum()))(x).square().sum()
+
+
 def of_trees(wrap):
     def layer(tree, *, scale, skip=None):
         return {"y": (tree["x"] @ tree["w"]).sin() * scale, "same": tree["x"], "n": tree["n"] + 1, "none": skip}, 3
@@ -103,8 +110,8 @@ def with_exchange(wrap):
 
 LOSSES = {
     f.__name__: f
-    for f in (by_arguments, by_closure, by_parameter, by_closure_alone, nested, of_trees, of_jagged, with_dropout,
-              with_lookup, inner_gradient, with_exchange)
+    for f in (by_arguments, by_closure, by_parameter, by_closure_alone, nested, nested_by_argument, of_trees,
+              of_jagged, with_dropout, with_lookup, inner_gradient, with_exchange)
 }  # fmt: skip
 
 
@@ -336,7 +343,21 @@ def rows_inside(wrap):
     return lambda p, b: wrap(inner)(p.tables, b.ids).sum() + p.dense["w"].sum()
 
 
-OF_TABLES = {f.__name__: f for f in (as_argument, as_closure, whole, weights_of_ids, gradient_inside, rows_inside)}
+def inner_of_closures(wrap):
+    """An outer function closes over tables, and an inner one takes them as arguments."""
+    scores = wrap(lambda tables, ids, w: (fr.lookup(tables, ids, FEATURES).values @ w).tanh())
+
+    def loss_fn(p, b):
+        outer = lambda v: scores(p.tables, b.ids, p.dense["w"]) * v.sum()
+        return fr.losses.bce(wrap(outer)(p.dense["v"]) + scores(p.tables, b.ids, p.dense["w"].sin()), b.label)
+
+    return loss_fn
+
+
+OF_TABLES = {
+    f.__name__: f
+    for f in (as_argument, as_closure, inner_of_closures, whole, weights_of_ids, gradient_inside, rows_inside)
+}
 
 
 def dense_of(out):
@@ -464,6 +485,12 @@ def test_refused(case):
 
     with pytest.raises(error, match=words):
         grad(loss)(X)
+
+
+def test_a_derivative_that_is_zero_by_form():
+    """An inner derivative by an argument that its function does not read is zero, and has zero derivatives."""
+    zero = lambda wrap: lambda x: wrap(lambda y: torch.func.vjp(lambda _: x.sin(), y)[1](y)[0] + y)(x).square().sum()
+    assert_close(grad(zero(fr.remat))(X), grad(zero(same))(X))
 
 
 def test_impure():
