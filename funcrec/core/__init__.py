@@ -41,6 +41,7 @@ from funcrec.core._levels import members_below as members_below
 from funcrec.core._levels import one_level_below as one_level_below
 from funcrec.core._levels import outside_transforms as outside_transforms
 from funcrec.core._levels import pulled_back as pulled_back
+from funcrec.core._levels import pushed_forward as pushed_forward
 from funcrec.core._levels import tangents_below as tangents_below
 from funcrec.core._levels import under_vmaps as under_vmaps
 from funcrec.core._levels import value_below as value_below

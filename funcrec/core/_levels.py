@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch._functorch import eager_transforms
 from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.eager_transforms import _create_differentiable
 from torch._functorch.predispatch import _add_batch_dim
@@ -22,6 +23,7 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
     temporarily_pop_interpreter_stack,
 )
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 
 from funcrec.core._errors import Problem
@@ -125,6 +127,20 @@ def pulled_back(fn: Callable[..., Sequence[Tensor]], xs: Sequence[Tensor], d: Se
             grads = torch.autograd.grad(ys, own, gs, create_graph=create_graph, allow_unused=True)
             found = [None if g is None else unwrap(g) for g in grads]
     return [torch.zeros_like(x) if g is None else g for x, g in zip(xs, found, strict=True)]
+
+
+def pushed_forward(fn: Callable[..., Any], xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Return the tangents of fn(*xs), a tree, along those of xs.
+
+    torch refuses torch.func.jvp inside forward_ad.dual_level and torch.func.linearize. There the tangents are those of
+    the transpose of the transpose: y -> fn'ᵀ y is linear.
+    """
+    if forward_ad._current_level < 0 or eager_transforms.JVP_NESTING:
+        return torch.func.jvp(fn, tuple(xs), tuple(tangents))[1]
+    y, transpose = torch.func.vjp(fn, *xs)
+    leaves, structure = tree_flatten(y)
+    back = torch.func.vjp(transpose, tree_unflatten([torch.zeros_like(x) for x in leaves], structure))[1]
+    return back(tuple(tangents))[0]
 
 
 def is_differentiated_above(x: Tensor, level: int, quiet: Collection[int] = ()) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import check, describe, fail, float_leaf_problems, tree_map, typed
+from funcrec.core import check, describe, fail, float_leaf_problems, own_errors, pushed_forward, tree_map, typed
 from funcrec.grad._of_rows import OfRows, of_rows
 from funcrec.tables import Params
 
@@ -59,7 +59,7 @@ def hvp(loss_fn: Callable) -> Callable:
     def run(params: Params, direction: Params, *args, **kwargs) -> Params:
         of = of_rows(loss_fn, params, *args, **kwargs)
         gradient = torch.func.grad(lambda p: scalar("funcrec.hvp", of.fn(p)))
-        return product(of, direction, lambda at, v: torch.func.jvp(gradient, (at,), (v,))[1])
+        return product("funcrec.hvp", of, direction, lambda at, v: pushed_forward(gradient, (at,), (v,)))
 
     return run
 
@@ -107,10 +107,10 @@ def gauss_newton_product(predict_fn: Callable, loss_fn: Callable) -> Callable:
 
         def multiply(at: Params, v: Params) -> Params:
             y, back = torch.func.vjp(predictions, at)
-            pushed = torch.func.jvp(predictions, (at,), (v,))[1]
-            return back(torch.func.jvp(torch.func.grad(loss), (y,), (pushed,))[1])[0]
+            pushed = pushed_forward(predictions, (at,), (v,))
+            return back(pushed_forward(torch.func.grad(loss), (y,), (pushed,)))[0]
 
-        return product(of, direction, multiply)
+        return product(call, of, direction, multiply)
 
     return run
 
@@ -139,23 +139,24 @@ def fisher_product(losses_fn: Callable) -> Callable:
 
     @functools.wraps(losses_fn)
     def run(params: Params, direction: Params, *args, **kwargs) -> Params:
-        of = of_rows(losses_fn, params, *args, **kwargs)
+        call, of = "funcrec.fisher_product", of_rows(losses_fn, params, *args, **kwargs)
 
         def multiply(at: Params, v: Params) -> Params:
-            losses, back = torch.func.vjp(lambda p: each("funcrec.fisher_product", of.fn(p)), at)
-            along = torch.func.jvp(of.fn, (at,), (v,))[1]
+            losses, back = torch.func.vjp(lambda p: each(call, of.fn(p)), at)
+            along = pushed_forward(of.fn, (at,), (v,))
             return back(along / max(losses.shape[0], 1))[0]
 
-        return product(of, direction, multiply)
+        return product(call, of, direction, multiply)
 
     return run
 
 
-def product(of: OfRows, direction: Params, multiply: Callable[[Params, Params], Params]) -> Params:
+def product(call: str, of: OfRows, direction: Params, multiply: Callable[[Params, Params], Params]) -> Params:
     """Return the product with a direction like the whole parameters, whose numbers take the parameters' dtypes."""
     own = of.take(direction)
     like = lambda v, at: v.to(at.dtype)
-    with FORWARD_MODE:
+    fn = getattr(of.fn, "fn", of.fn)
+    with FORWARD_MODE, own_errors(call, fn, of.params, need="a function that can be differentiated twice"):
         return of.put(multiply(of.params, tree_map(like, own, of.params)))
 
 

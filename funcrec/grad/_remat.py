@@ -31,6 +31,7 @@ from funcrec.core import (
     own_errors,
     paths,
     pulled_back,
+    pushed_forward,
     quiet,
     refuse_draws,
     taken,
@@ -235,7 +236,7 @@ class _Remat(torch.autograd.Function):
                         own[i] = x
                     return again(*own)
 
-                return torch.func.jvp(of, tuple(unexpanded(own[i]) for i in moving), t)[1]
+                return pushed_forward(of, [unexpanded(own[i]) for i in moving], t)
 
             return applied(pushed, *tensors, *(ts[n + i] for i in moving))
 

@@ -28,6 +28,7 @@ from funcrec.core import (
     is_tracked,
     one_level_below,
     or_nan,
+    pushed_forward,
     typed,
 )
 from funcrec.losses import _chunks  # noqa: F401  defines the operators
@@ -203,7 +204,7 @@ class _Cotangents(torch.autograd.Function):
             hidden, items, target, d = tensors
             own = [torch.zeros_like(x) if t is None else t for x, t in zip((hidden, items, d), tangents, strict=True)]
             of = lambda hidden, items, d: cotangents(hidden, items, target, d, ctx.chunk)
-            return torch.func.jvp(of, (hidden, items, d), tuple(own))[1]
+            return pushed_forward(of, (hidden, items, d), own)
 
         return one_level_below(rule, ctx.saved_tensors, [d_hidden, d_items, d_d])
 

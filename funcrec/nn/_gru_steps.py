@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from funcrec.core import describe, fail, one_level_below, plain
+from funcrec.core import describe, fail, one_level_below, plain, pushed_forward
 from funcrec.kernels import library
 
 NAMESPACE = "funcrec_nn"
@@ -39,9 +40,9 @@ def cell(x: Tensor, recurrent: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def gru_states(gates: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """Return the states f[N, H] in plain torch; 0 in the padding."""
-    if plain(offsets) is None:
-        what, need = "a further derivative of a GRU reads lengths, which a compiled program cannot.", "plain offsets"
-        hint = "the call without jit, or a first derivative"
+    if plain(offsets) is None or get_proxy_mode() is not None:
+        what, need = "a further derivative of a GRU reads lengths, which a traced program cannot.", "plain offsets"
+        hint = "the call without jit, or a first derivative; torch.func.jvp in place of torch.func.linearize"
         fail("funcrec.nn.gru", what, got=describe(offsets), need=need, hint=hint, kind=TypeError)
     steps = steps_of(offsets, gates.shape[0])
     h, made = gates.new_zeros((len(steps[0]) if steps else 0, weight.shape[1])), []
@@ -170,7 +171,7 @@ def cotangents(d: Tensor, gates: Tensor, weight: Tensor, bias: Tensor, offsets: 
 
 def tangent_of(fn: Callable, given: Sequence[Tensor], tangents: Sequence[Tensor | None], offsets: Tensor) -> Any:
     own = tuple(torch.zeros_like(x) if t is None else t for x, t in zip(given, tangents, strict=True))
-    return torch.func.jvp(lambda *xs: fn(*xs, offsets), tuple(given), own)[1]
+    return pushed_forward(lambda *xs: fn(*xs, offsets), given, own)
 
 
 def members(info, in_dims: tuple, given: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -119,6 +119,17 @@ def of_towers() -> Row:
     return of_params(model, lambda params: whole(params, Batch(IDS, LABEL), key=torch.tensor(5))[0])
 
 
+def of_ranker() -> Row:
+    feature = lambda name: [FeatureConfig(name, table="t", pooling="none")]
+    model = models.hstu_ranker(
+        [TableConfig("t", 4, 3)], history=feature("a"), candidates=feature("b"), dim=3, hidden=3, head=3, qk_dim=2,
+        linear_dim=3, num_heads=1, num_layers=1, num_positions=2, input_dropout=0.0, dropout=0.0,
+    )  # fmt: skip
+    batch = Batch(KeyedJaggedTensor.from_lists({"a": [[0, 2], []], "b": [[3], [1]]}), drawn(2, 1, seed=4).sigmoid())
+    whole = models.ranker_loss(model)
+    return of_params(model, lambda params: whole(params, batch, key=torch.tensor(5))[0])
+
+
 def of_models() -> dict[str, Row]:
     """Return the rows of models: their losses by tables and dense parameters."""
     small = {"sizes": (4,)}
@@ -137,6 +148,7 @@ def of_models() -> dict[str, Row]:
         "two_tower": of_towers(),
         "sasrec": of_sequences(lambda *a, **k: models.sasrec(*a, blocks=1, dropout=0.0, **k)),
         "gru4rec": of_sequences(lambda *a, **k: models.gru4rec(*a, num_hidden=2, **k)),
+        "hstu_ranker": of_ranker(),
         "hstu": of_sequences(lambda *a, **k: models.hstu(*a, layers=1, dropout=0.0, **k)),
     }  # fmt: skip
 

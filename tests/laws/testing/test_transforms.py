@@ -83,9 +83,6 @@ def test_inputs_are_the_float_leaves_of_trees():
     assert set(found.values()) == {"right"}
 
 
-TORCH_LACKS = "Nested forward mode AD is not supported"  # linearize of a function that calls jvp
-
-
 @pytest.mark.parametrize("name", transforms.rows())
 def test_no_cell_of_the_table_is_wrong(name):
     """Where torch traces or linearises, and in second derivatives, each row is right. (Other modes are those of
@@ -95,13 +92,25 @@ def test_no_cell_of_the_table_is_wrong(name):
     is_rule = name.startswith("update, ") and name not in ("update, sgd", "update, adam")
     is_large = len(fr.tree.leaves(row.args)) > 3 and name != "dlrm"
     modes = () if refuses else ("hessian",) if is_rule or is_large else ("linearize", "hessian")
-    cells = row.cells(modes, together=modes).items()
-    lacks = TORCH_LACKS if name == "hvp" else "right"
-    assert all(o == "right" or (mode == "linearize" and lacks in o) for (_, mode), o in cells)
+    assert set(row.cells(modes, together=modes).values()) <= {"right"}
     if not is_rule and not is_large and name != "dlrm":
         assert set(row.cells(("make_fx",)).values()) == {"right"}
         cells = row.cells(("functionalize",)).values()
         assert all(o == "right" or "Functionalize rule for custom_function_call" in o for o in cells)
+
+
+@pytest.mark.parametrize("name", ["gru4rec", "hvp"])
+def test_a_rule_with_a_forward_derivative_inside_of_torchs_own(name):
+    """forward_ad's dual numbers pass through rules and products that are forward derivatives themselves."""
+    assert set(transforms.rows()[name].cells(("dual",), together=("dual",)).values()) == {"right"}
+
+
+def test_what_a_trace_cannot_read_is_named():
+    """A GRU's second rule reads lengths, and hvp has levels of its own: linearize and export say so."""
+    (text,) = transforms.rows()["gru4rec"].cells(("linearize",), together=("linearize",)).values()
+    assert "funcrec.nn.gru: a further derivative of a GRU reads lengths, which a traced program cannot" in text
+    (text,) = transforms.rows()["hvp"].cells(("export",)).values()
+    assert "funcrec.hvp: `small_loss` maps or differentiates a rule of its own inside torch.export" in text
 
 
 def test_a_sum_of_bags_takes_an_expanded_cotangent():
