@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LOG_2 = math.log(2)
+
 
 class Form(NamedTuple):
     """What the functions need to know of a dtype.
@@ -143,6 +145,44 @@ def tanh(x: Tensor) -> Tensor:
     """Return tanh x, with an error below 3 ulp."""
     t = expm1(x.abs().clamp(max=form_of(x).bits * 1.0) * 2)
     return torch.copysign(t / (t + 2), x)
+
+
+def sinh(x: Tensor) -> Tensor:
+    """Return sinh x, with an error below 0.6 ulp in f32, and below 4 ulp in f64."""
+    size = x.double().abs()
+    t, half = expm1(size), exp(size * 0.5)  # its square does not overflow before it is halved
+    return torch.copysign(torch.where(size < 30, (t + t / (t + 1)) * 0.5, half * 0.5 * half).to(x.dtype), x)
+
+
+def cosh(x: Tensor) -> Tensor:
+    """Return cosh x, with an error below 0.6 ulp in f32, and below 4 ulp in f64."""
+    size = x.double().abs()
+    half = exp(size * 0.5)
+    square = half * 0.5 * half
+    return (square + 0.25 / square).to(x.dtype)
+
+
+def asinh(x: Tensor) -> Tensor:
+    """Return asinh x, with an error below 0.6 ulp in f32, and below 4 ulp in f64."""
+    size = x.double().abs()
+    large, small = size > 2.0**30, size.clamp(max=2.0**30)
+    square = small * small
+    out = log1p(torch.where(large, size - 1, small + square / (1 + sqrt(square + 1)))) + large.to(size.dtype) * LOG_2
+    return torch.copysign(out.to(x.dtype), x)
+
+
+def acosh(x: Tensor) -> Tensor:
+    """Return acosh x, with an error below 0.6 ulp in f32, and below 4 ulp in f64."""
+    size = x.double()
+    large = size > 2.0**30
+    t = torch.where(size < 1, math.nan, size.clamp(max=2.0**30) - 1)
+    return (log1p(torch.where(large, size - 1, t + sqrt(t * (t + 2)))) + large.to(t.dtype) * LOG_2).to(x.dtype)
+
+
+def atanh(x: Tensor) -> Tensor:
+    """Return atanh x, with an error below 0.6 ulp in f32, and below 4 ulp in f64."""
+    size = x.double().abs()
+    return torch.copysign((log1p(size * 2 / (1 - size)) * 0.5).to(x.dtype), x)
 
 
 def sqrt(x: Tensor) -> Tensor:

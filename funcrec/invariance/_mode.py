@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrec.core import any_tracked, fail, is_in_derivative, own_errors, tree_leaves, typed
+from funcrec.invariance._hints import hint_for
 from funcrec.invariance._table import place_of
 
 A = ParamSpec("A")
@@ -26,19 +27,20 @@ CALL = "funcrec.invariant"
 def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     """Return `fn` with results whose bits depend on the numbers alone.
 
-    Products and sums have a fixed order: 256 terms in order, then a tree of neighbouring sums. exp, log, log1p, expm1,
-    sigmoid, tanh, √, powers, and what torch composes of them (softmax, layer norm, losses), are computed from exact
-    operations only. So an example has the same prediction alone and in any batch, at any place; members of vmap have
-    the bits of their own runs; and no bit depends on threads, on the instruction set, or on torch's libraries.
+    Products and sums have a fixed order: 256 terms in order, then a tree of neighbouring sums. Exponentials,
+    logarithms, roots, powers, sigmoid, tanh, erf, sine, cosine, their inverses, and what torch composes of them
+    (softmax, gelu, layer norm, attention, losses), are computed from exact operations only. So an example has the same
+    prediction alone and in any batch, at any place; members of vmap have the bits of their own runs; and no bit depends
+    on threads, on the instruction set, or on torch's libraries.
 
     Args:
       fn: a pure function of trees: a prediction, or a whole training step with its derivative. Put `invariant` around
         the derivative, and `fr.jit` or `fr.export` around `invariant`.
 
     Raises:
-      TypeError: `fn` reaches an operator whose order of operations is torch's own, such as a convolution, a product
-        over a dimension, sin, or a draw of torch's generator, or complex numbers; something outside differentiates the
-        call; or torch.export records it.
+      TypeError: `fn` reaches an operator whose order of operations is torch's own, such as a convolution, a
+        decomposition of a matrix, or a draw of torch's generator, or complex numbers (the message says what to write in
+        its place); something outside differentiates the call; or torch.export records it.
       NotImplementedError: a product or a sum on a device without an implementation, such as CUDA.
 
     Law: for a function of examples, invariant(fn) of a batch has in each row the bits of the example alone. Values are
@@ -130,7 +132,7 @@ def is_float(x: Any) -> bool:
 
 
 def refuse(func: Any) -> NoReturn:
-    need, hint = "operators with a fixed order of operations", "write it with products, sums and elementwise functions"
+    need, hint = "operators with a fixed order of operations", hint_for(func)
     fail(CALL, "an operator has no fixed order here.", got=f"{func}", need=need, hint=hint, kind=TypeError)
 
 

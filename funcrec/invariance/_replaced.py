@@ -7,12 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.invariance import _functions, _sums
+from funcrec.invariance import _attention, _circular, _error_function, _functions, _sums
 from funcrec.invariance._functions import widened
 
 aten, prims = torch.ops.aten, torch.ops.prims
-names = ("exp", "expm1", "log", "log1p", "log2", "log10", "sigmoid", "tanh", "sqrt", "rsqrt")
-functions: dict[str, Callable[..., Tensor]] = {n: widened(getattr(_functions, n)) for n in names}
+FUNCTIONS = {
+    _functions: ("exp expm1 log log1p log2 log10 sigmoid tanh sqrt rsqrt sinh cosh asinh acosh atanh"),
+    _circular: "sin cos tan asin acos atan atan2",
+    _error_function: "erf erfc",
+}
+functions: dict[str, Callable[..., Tensor]] = {
+    name: widened(getattr(module, name)) for module, names in FUNCTIONS.items() for name in names.split()
+}
 
 
 def scaled_sum(x: Tensor, y: Any, alpha: Any = 1) -> Tensor:
@@ -88,6 +94,16 @@ def variance(x: Tensor, dims: Any, correction: float | None = 1, *, output_dtype
     return total if output_dtype is None else total.to(output_dtype)
 
 
+def product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the product in the order of the elements: the last of the products up to each."""
+    if dim is None:
+        return product(x.reshape(-1), 0, dtype=dtype)
+    if not x.dim() or not x.shape[dim]:
+        return torch.prod(x, dim, keepdim, dtype=dtype)  # ones, or the number itself
+    last = torch.cumprod(x, dim, dtype=dtype).narrow(dim, x.shape[dim] - 1, 1)
+    return last.clone() if keepdim else last.squeeze(dim).clone()
+
+
 def prim_sum(x: Tensor, dims: Any, *, output_dtype: torch.dtype | None = None) -> Tensor:
     return _sums.sum_of(x, dims, dtype=output_dtype) if dims else x.to(output_dtype or x.dtype)
 
@@ -97,6 +113,8 @@ REPLACED: dict[Any, Callable] = {
     **{getattr(prims, n).default: f for n, f in functions.items() if n != "sigmoid"},
     prims.pow.default: power,
     prims.sum.default: prim_sum,
+    aten.prod.default: product,
+    aten.prod.dim_int: product,
     prims.var.default: variance,
     aten.add.Tensor: scaled_sum,
     aten.add.Scalar: scaled_sum,
@@ -127,6 +145,8 @@ REPLACED: dict[Any, Callable] = {
     aten.mean.dim: _sums.mean_of,
     aten.linalg_vector_norm.default: norm,
     aten.binary_cross_entropy_with_logits.default: bce_with_logits,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention.attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention.attention_backward,
     aten.index_put.default: index_put,
     aten._unsafe_index_put.default: index_put,
     aten.scatter_add.default: aten.scatter_add.default,

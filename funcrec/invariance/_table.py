@@ -29,6 +29,7 @@ EXACT = words("""
     abs alias amax amin aminmax arange argmax argmin argsort as_strided_scatter bitwise_and bitwise_left_shift
     bitwise_not bitwise_or bitwise_right_shift bitwise_xor __and__ __or__ __xor__ __lshift__ __rshift__
     bucketize cat ceil clamp clamp_max clamp_min clone constant_pad_nd copy copy_ copysign count_nonzero cummax cummin
+    cumprod cumsum
     as_strided_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_
     detach detach_ diagonal_copy diagonal_scatter div embedding empty empty_like empty_permuted empty_strided eq eye
     fill fill_ flip floor fmax fmin fmod frac full full_like gather ge gt hardtanh hardtanh_backward heaviside

@@ -1,11 +1,14 @@
 """torch's operators under invariant: right, or refused. The samples are those of torch's own tests (OpInfo)."""
 
+import functools
 import warnings
 
+import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 import funcrec as fr
+from funcrec.testing import assert_trees_close, check_invariant
 
 EVERY = 8  # 1 for all 600 operators
 UNKNOWN = ("empty", "rmatmul", "jiterator")  # values of new memory, a result that is no tensor, kernels for CUDA
@@ -30,3 +33,57 @@ def test_an_operator_is_right_or_refused():
             torch.testing.assert_close(got, call(), rtol=2e-4, atol=2e-5, equal_nan=True, msg=op.name)
             right.append(op.name)
     assert len(right) > len(refused) > 10
+
+
+def noise(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+X, SQUARE = noise(5, 8, seed=3), noise(8, 8)
+
+
+def test_an_error_says_what_to_write_in_place():
+    """Each of these operators is named with calls that take its place; the ones that can be called here run."""
+    hinted = {
+        "fr.random": lambda x: torch.nn.functional.dropout(x),
+        "fr.bag_reduce": lambda x: x.scatter_reduce(0, torch.zeros(5, 8, dtype=torch.int64), x, "amax"),
+        "torch.einsum": lambda x: torch.nn.functional.bilinear(x, x, SQUARE.expand(2, 8, 8)),
+        "vector_norm": lambda x: torch.cdist(x, x),
+        "unfold": lambda x: torch.nn.functional.conv1d(x[None], SQUARE[None, :5, :3]),
+        "fr.lookup": lambda x: torch.nn.functional.embedding_bag(torch.tensor([1, 2]), x, torch.tensor([0, 1])),
+        "before the call": lambda x: torch.linalg.inv(x[:5, :5]),
+        "sums and elementwise": torch.lgamma,
+    }
+    for words, f in hinted.items():
+        with pytest.raises(TypeError, match=f"try   .*({words})"):
+            fr.invariant(f)(X)
+    written = lambda x, w: (torch.einsum("bi,oij,bj->bo", x, w, x), torch.linalg.vector_norm(x[:, None] - x, dim=-1))
+    w = SQUARE.expand(2, 8, 8)
+    want = torch.nn.functional.bilinear(X, X, w), torch.cdist(X, X)
+    assert_trees_close(fr.invariant(written)(X, w), want, rtol=1e-5, atol=1e-5)
+
+
+def attend(q, k, v, **options):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"attn_mask": (torch.arange(25).reshape(5, 5) % 3 > 0), "scale": 0.3},
+     {"attn_mask": torch.arange(25.0).reshape(5, 5) / 9}, {"enable_gqa": True}],
+)  # fmt: skip
+def test_attention_is_torchs_with_its_gradients(options):
+    """scaled_dot_product_attention and its gradients are torch's in f64, up to rounding; an example has its bits alone,
+    and a query that may see no key gets zeros, as in torch."""
+    heads = 2 if "enable_gqa" in options else 4
+    q, k, v = noise(6, 4, 5, 8, seed=1), noise(6, heads, 5, 8, seed=2), noise(6, heads, 5, 8, seed=3)
+    ask = lambda q, k, v: torch.func.vjp(functools.partial(attend, **options), q, k, v)[1](q)
+    wide = [x.double() for x in (q, k, v)]
+    own = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in options.items()}
+    truth = torch.func.vjp(functools.partial(attend, **own), *wide)
+    for f, want in ((functools.partial(attend, **options), truth[0]), (ask, truth[1](wide[0]))):
+        got = fr.invariant(f)(q, k, v)
+        assert_trees_close(fr.tree.map(torch.Tensor.double, got), want, rtol=1e-5, atol=1e-6)
+        check_invariant(lambda b, f=f: fr.invariant(f)(*b), (q, k, v))
+    blind = functools.partial(attend, attn_mask=torch.zeros(5, 5, dtype=torch.bool))
+    assert torch.equal(fr.invariant(blind)(q, q, q), torch.zeros(6, 4, 5, 8))
