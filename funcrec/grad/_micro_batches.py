@@ -33,14 +33,13 @@ from funcrec.core import (
     replace,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_unflatten,
     typed,
 )
 from funcrec.grad._value_and_grad import loss_and_aux, value_grad_and_overflows
 from funcrec.jagged import part_problems
 from funcrec.kernels import library
-from funcrec.mesh import P, Part, axis_size, cut, flatten_parts, is_jagged
+from funcrec.mesh import P, Part, added, axis_size, cut, flatten_parts, is_jagged, pushed, sum_of_kept
 from funcrec.tables import Bags, Params, RowGrads
 
 W = TypeVar("W")
@@ -82,9 +81,12 @@ def accumulate_grads(
       whose rounding does not depend on the number of examples (matrix products may break this). Otherwise cotangents
       agree within 1e-6, and so do the loss and dense gradients. k micro-batches give the bits of k real ranks with one
       micro-batch each, if the ranks add their gradients in order. An emulated mesh gives the same bits except in matrix
-      products: one product of all ranks may sum in another order than the product of one rank.
+      products: one product of all ranks may sum in another order than the product of one rank. Inside of `invariant`,
+      the micro-batches are added as a tree: if k is a power of two, and B / k is 256 times a power of two, the loss and
+      all gradients have the bits of the undivided batch.
 
-    Cost: activations of B / k examples, besides the ids and the cotangents of all lookups. With weights the loss runs
+    Cost: activations of B / k examples, besides the ids and the cotangents of all lookups; inside of `invariant`, up to
+      log2 k + 1 sums of dense gradients. With weights the loss runs
       once more, to sum the weights over the batch. Under `jit` the micro-batches are one program. The program cannot
       read lengths, so every part of a jagged value has room for all ids of the value. If the ids of a batch nearly fill
       the capacity, this costs k passes over the capacity.
@@ -123,14 +125,14 @@ def over_micro_batches(loss_fn: Callable, num_micro_batches: int, has_aux: bool)
             return (loss / k if isinstance(loss, Tensor) else loss), aux
 
         differentiated = value_grad_and_overflows(share, has_aux=True)
-        made, dense = [], None
-        for part, more in each:
+        made, dense = [], []
+        for j, (part, more) in enumerate(each):
             now = in_turn(part, [made[-1], dense]) if made else part
             value, grads, overflows = differentiated(params, now, *args, **more)
-            dense = grads.dense if dense is None else tree_map(torch.add, dense, grads.dense)
+            dense = pushed(dense, grads.dense, j)
             made.append((value, grads.tables, overflows))
         values, rows, overflows = zip(*made, strict=True)
-        loss = functools.reduce(torch.add, [loss for loss, _ in values])
+        loss, dense = added([loss for loss, _ in values]), sum_of_kept(dense)
         tables = {n: in_order([g[n] for g in rows]) for n in rows[0]}
         value = (loss, mean_aux([aux for _, aux in values], examples_of(parts[0]))) if has_aux else loss
         return value, Params(tables, dense), [x for each in overflows for x in each]
@@ -204,7 +206,7 @@ def mean_aux(auxs: Sequence[Any], size: int) -> Any:
     flat = [tree_flatten(x) for x in auxs]
     columns, structure = list(zip(*(leaves for leaves, _ in flat), strict=True)), flat[0][1]
     check(CALL, aux_problems(columns, [s for _, s in flat], size))
-    mean = lambda xs: torch.stack(xs).sum(0) / len(xs) if isinstance(xs[0], Tensor) else xs[0]
+    mean = lambda xs: added(xs) / len(xs) if isinstance(xs[0], Tensor) else xs[0]
     return tree_unflatten([mean(xs) for xs in columns], structure)
 
 

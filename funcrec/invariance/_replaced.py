@@ -9,6 +9,7 @@ from torch import Tensor
 
 from funcrec.invariance import _attention, _circular, _error_function, _functions, _sums
 from funcrec.invariance._functions import widened
+from funcrec.mesh import REDUCE, reduced_in_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
 FUNCTIONS = {
@@ -109,6 +110,7 @@ def prim_sum(x: Tensor, dims: Any, *, output_dtype: torch.dtype | None = None) -
 
 
 REPLACED: dict[Any, Callable] = {
+    REDUCE: reduced_in_order,
     **{getattr(aten, n).default: f for n, f in functions.items()},
     **{getattr(prims, n).default: f for n, f in functions.items() if n != "sigmoid"},
     prims.pow.default: power,

@@ -14,7 +14,7 @@ from torch import Tensor
 from funcrec.core import Form, Problem, check, is_tracked, typed
 from funcrec.grad import total_weight
 from funcrec.jagged import is_concrete
-from funcrec.mesh import bound_names, pmean
+from funcrec.mesh import bound_names, is_by_tree, pmean
 from funcrec.tables import blank_padding, holds_somewhere, jump_problems, weight_value_problems
 
 Numbers = Annotated[Tensor, Form("f[B]")]
@@ -55,7 +55,10 @@ def weighted_mean(values: Numbers, weight: Weights = None) -> Tensor:
     w, total = weights_and_total(weight, torch.promote_types(values.dtype, torch.float32))
     check(call, no_derivative_problems(values, weight, total))
     total = total if is_tracked(weight) else torch.where(total == 0, 1, total)
-    return ((w * blank_padding(values, weight)).sum() / total).to(values.dtype)
+    terms = w * blank_padding(values, weight)
+    if is_by_tree():  # The mean of a part is a sum of the batch's own terms, so that sums over parts have its bits.
+        return (terms / total).sum().to(values.dtype)
+    return (terms.sum() / total).to(values.dtype)
 
 
 def weights_and_total(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

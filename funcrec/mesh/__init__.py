@@ -9,6 +9,10 @@ from funcrec.mesh._axes import bound as bound
 from funcrec.mesh._axes import bound_names as bound_names
 from funcrec.mesh._axes import coordinates as coordinates
 from funcrec.mesh._axes import rank_at as rank_at
+from funcrec.mesh._by_tree import by_tree as by_tree
+from funcrec.mesh._by_tree import is_by_tree as is_by_tree
+from funcrec.mesh._by_tree import pushed as pushed
+from funcrec.mesh._by_tree import sum_of_kept as sum_of_kept
 from funcrec.mesh._codec import Codec as Codec
 from funcrec.mesh._codec import codec_problems as codec_problems
 from funcrec.mesh._codec import send as send
@@ -27,8 +31,10 @@ from funcrec.mesh._collectives import pvary as pvary
 from funcrec.mesh._exchange import AWAIT as AWAIT
 from funcrec.mesh._exchange import LEAVES as LEAVES
 from funcrec.mesh._exchange import MOVES as MOVES
+from funcrec.mesh._exchange import REDUCE as REDUCE
 from funcrec.mesh._exchange import SWAP as SWAP
 from funcrec.mesh._exchange import has_effect as has_effect
+from funcrec.mesh._exchange import reduced_in_order as reduced_in_order
 from funcrec.mesh._joined import added as added
 from funcrec.mesh._joined import gather_as_one as gather_as_one
 from funcrec.mesh._joined import gather_each as gather_each

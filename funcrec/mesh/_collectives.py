@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, paths, tree_flatten, tree_unflatten, typed
+from funcrec.core import Problem, check, describe, paths, tree_flatten, tree_map, tree_unflatten, typed
 from funcrec.mesh._axes import Axis, AxisName, bound_axes, bound_axis, rank_at
 from funcrec.mesh._exchange import exchange, extremum
 
@@ -30,6 +30,8 @@ def psum(x: T, axis_name: AxisName) -> T:
     the loss counts once. The transpose of psum is psum: each rank got the sum, so it adds the cotangents of all ranks.
 
     psum(x)[r] = Σ_s x[s]. One sender's x goes into every rank's sum. One receiver gets the sum of all.
+
+    Inside of `invariant`, floats are added as a tree of neighbours, in the order of the ranks.
 
     Args:
       x: a tree of tensors, of one shape on all ranks. Bools are counted in i64. A Python number is taken to be equal on
@@ -133,7 +135,7 @@ def _over(axes: Sequence[Axis], x: T, reduce: Callable, prepared: Callable[[Tens
     """Return the tree with its tensors reduced over the axes, one after the other. Python's numbers stay."""
     leaves, structure = tree_flatten(x)
     tensors = [prepared(y) for y in leaves if isinstance(y, Tensor)]
-    for a in axes if tensors else ():
+    for a in reversed(axes) if tensors else ():  # neighbours first: the ranks of the last axis
         tensors = reduce(tensors, a)
     made = iter(tensors)
     return tree_unflatten([next(made) if isinstance(y, Tensor) else y for y in leaves], structure)
@@ -246,8 +248,8 @@ def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False
     check("funcrec.psum_scatter", part_problems(x, dim, n, tiled))
     leaves, structure = tree_flatten(x)
     x = tree_unflatten([_cut(y, dim, n, tiled).unflatten(0, sizes) for y in leaves], structure)
-    for a in axes:  # [n_1, n_2, ...]: each rank keeps its own place of the dimension in front
-        x = exchange("psum_scatter", x, a)
+    for i, a in reversed([*enumerate(axes)]):  # [n_1, n_2, ...]: each rank keeps its own place of a dimension
+        x = exchange("psum_scatter", tree_map(lambda y: y.movedim(i, 0), x), a)  # noqa: B023
     return x
 
 

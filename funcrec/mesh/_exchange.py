@@ -4,7 +4,8 @@
 
 Under emulation an axis is a vmap level, and an exchange moves that level's dimension. On real ranks it is an operator
 of torch.distributed. No other function of a program calls these operators: the operators' own derivatives are silently
-wrong under torch.func.
+wrong under torch.func. Inside of `invariant`, sums of floats are trees in the order of the ranks (`_by_tree`): ranks
+exchange the terms, and each adds them.
 Shapes: n ranks on the axis; x[r] is what rank r passes.
 """
 
@@ -15,20 +16,23 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-from funcrec.core import one_level_below, tree_flatten, tree_unflatten
+from funcrec.core import in_parts, one_level_below, tree_flatten, tree_unflatten
 from funcrec.mesh._axes import Axis
+from funcrec.mesh._by_tree import is_by_tree, tree_sum
 from funcrec.mesh._paper import backend_of
 
 _c10d = torch.ops._c10d_functional
-AWAIT, SWAP = _c10d.wait_tensor.default, _c10d.all_to_all_single.default
+AWAIT, SWAP, REDUCE = _c10d.wait_tensor.default, _c10d.all_to_all_single.default, _c10d.all_reduce.default
 # Bytes that leave each of n ranks for an operand of x_bytes. A sum goes round a ring. `parts` has a number per
 # receiver.
 LEAVES: dict[Any, Any] = {
     SWAP: lambda x_bytes, group, _, parts: x_bytes * (sum(parts) - parts[group.rank()]) // max(sum(parts), 1),
     _c10d.all_gather_into_tensor.default: lambda x_bytes, group, _: x_bytes * (group.size() - 1),
     _c10d.reduce_scatter_tensor.default: lambda x_bytes, group, *_: x_bytes * (group.size() - 1) // group.size(),
-    _c10d.all_reduce.default: lambda x_bytes, group, _: 2 * x_bytes * (group.size() - 1) // group.size(),
+    REDUCE: lambda x_bytes, group, _: 2 * x_bytes * (group.size() - 1) // group.size(),
 }
+MOST_JOINED = 1 << 16  # bytes of all ranks together: to move fewer takes less time than one more exchange
+SUMS = ("psum", "psum_invariant")
 MOVES = {SWAP, _c10d.all_gather_into_tensor.default}  # these operators send existing values, and compute nothing
 
 
@@ -72,7 +76,16 @@ def _start_sum(x: Tensor, call: Call) -> Tensor:
 
 
 def _emulate_sum(x: Tensor, call: Call) -> tuple[Tensor, bool]:
-    return x.sum(0, dtype=x.dtype), False
+    return _added(x), False
+
+
+def _added(x: Tensor) -> Tensor:
+    """Return the sum of the ranks' terms x[n, ...]."""
+    return tree_sum(x.unbind(0)) if _is_tree_of(x) else x.sum(0, dtype=x.dtype)
+
+
+def _is_tree_of(x: Tensor) -> bool:
+    return is_by_tree() and x.is_floating_point()
 
 
 def _start_swap(x: Tensor, call: Call) -> Tensor:
@@ -95,11 +108,32 @@ def _start_gather(x: Tensor, call: Call) -> Tensor:
     return _c10d.all_gather_into_tensor(x[None], call.size, call.group)
 
 
+def _sums_by_tree(xs: Sequence[Tensor], call: Call) -> list[Tensor]:
+    """Return the sums of each tensor over real ranks, by trees that each rank computes.
+
+    Large tensors travel in parts, as many bytes as an all-reduce round a ring: each rank gets one part of all ranks,
+    and sends its sum to all. Small tensors, and those of two ranks, travel whole, once.
+    """
+    is_whole = [call.size == 2 or x.nbytes * call.size <= MOST_JOINED for x in xs]
+    start = lambda x, whole: _start_gather(x, call) if whole else _start_swap(in_parts(x, call.size), call)
+    begun = [start(x.contiguous(), whole) for x, whole in zip(xs, is_whole, strict=True)]
+    own = [tree_sum(_c10d.wait_tensor(y).unbind(0)) for y in begun]
+    more = [y if whole else _start_gather(y, call) for y, whole in zip(own, is_whole, strict=True)]
+    joined = lambda y, x: _c10d.wait_tensor(y).flatten()[: x.numel()].reshape(x.shape)
+    return [y if whole else joined(y, x) for y, x, whole in zip(more, xs, is_whole, strict=True)]
+
+
+def reduced_in_order(x: Tensor, reduce_op: str, group: str) -> Any:
+    """Return what REDUCE is inside of `invariant`: itself, but for sums of floats, whose order is the library's."""
+    has_order = x.is_floating_point() and reduce_op not in ("max", "min")
+    return NotImplemented if has_order else REDUCE(x, reduce_op, group)
+
+
 def _start_scatter(x: Tensor, call: Call) -> Tensor:
     """Return the begun exchange, whose blocks `_finish` sums."""
-    return (
-        _start_swap(x, call) if _is_gloo(call.group) else _c10d.reduce_scatter_tensor(x, "sum", call.size, call.group)
-    )
+    if _is_gloo(call.group) or _is_tree_of(x):
+        return _start_swap(x, call)
+    return _c10d.reduce_scatter_tensor(x, "sum", call.size, call.group)
 
 
 def _start_permute(x: Tensor, call: Call) -> Tensor:
@@ -127,7 +161,7 @@ EXCHANGES = {
     "psum_invariant": Exchange(_start_sum, _emulate_sum, "pvary"),
     "pvary": Exchange(lambda x, call: x.clone(), lambda x, call: (x.clone(), True), "psum_invariant"),
     "all_gather": Exchange(_start_gather, lambda x, call: (x.clone(), False), "psum_scatter"),
-    "psum_scatter": Exchange(_start_scatter, lambda x, call: (x.sum(0, dtype=x.dtype), True), "all_gather"),
+    "psum_scatter": Exchange(_start_scatter, lambda x, call: (_added(x), True), "all_gather"),
     "all_to_all": Exchange(_start_swap, lambda x, call: (x.transpose(0, 1), True), "all_to_all"),
     "ppermute": Exchange(_start_permute, _emulate_permute, "ppermute"),
 }
@@ -140,6 +174,8 @@ class _Exchange(torch.autograd.Function):
     def forward(call, marker, *xs):
         if call.size == 1:
             return tuple(_alone(x, call) for x in xs)
+        if call.kind in SUMS and _is_tree_of(xs[0]):  # `exchange` passes floats apart from integers
+            return tuple(_sums_by_tree(xs, call))
         start = EXCHANGES[call.kind].start
         begun = [
             start(x.contiguous(), call) for x in xs
@@ -194,7 +230,7 @@ def _emulated(call: Call, size: int, xs: Sequence[Tensor], dims: Sequence[int | 
 
 def _formal(x: Tensor, call: Call) -> tuple[Tensor, bool]:
     """Return a value of the form that the collective returns, for some of the ranks: x[r] of each of them."""
-    if call.kind in ("psum", "psum_invariant"):
+    if call.kind in SUMS:
         return x.sum(0, dtype=x.dtype), False
     if call.kind == "all_gather":
         return x[:1].expand(call.size, *x.shape[1:]).clone(), False
@@ -213,7 +249,7 @@ def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:
         return begun
     done = _c10d.wait_tensor(begun)
     if call.kind == "psum_scatter":
-        return done[0] if done.shape[0] == 1 else done.sum(0, dtype=x.dtype)
+        return done[0] if done.shape[0] == 1 else _added(done)
     return done[0] if call.kind == "ppermute" else done
 
 

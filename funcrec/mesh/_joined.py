@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from funcrec.core import in_parts, ravel
+from funcrec.mesh._by_tree import is_by_tree, tree_sum
 from funcrec.mesh._collectives import all_gather, all_to_all, axis_size
+from funcrec.mesh._exchange import MOST_JOINED
 
-MOST_JOINED = 1 << 16  # bytes of all ranks together: to move fewer takes less time than one more exchange
 MOST_APART = 8  # ranks whose small tensors are split one rank after the other
 BITS = {torch.int32: torch.float32, torch.int64: torch.float64}
 
@@ -76,7 +77,7 @@ def gather_as_one(tree: Any, axes: Sequence[str]) -> Any:
 
 
 def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
-    """Return the sum over the ranks for every leaf, added in the order of the ranks.
+    """Return the sum over the ranks for every leaf, added in the order of the ranks (`added`).
 
     So the sum has the same bits on any mesh and in one process. All leaves of a dtype travel together. Two ranks send
     each other their whole leaves. This takes one exchange, and the bytes are those of an exchange part by part.
@@ -97,7 +98,9 @@ def part_by_part(fold: Callable[[Tensor], Tensor], flat: Tensor, axes: tuple[str
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the parts, added one after the other."""
+    """Return the sum of the parts, added one after the other; inside of `invariant` as a tree of neighbours."""
+    if is_by_tree():
+        return tree_sum(parts)
     first, *others = parts
     for x in others:
         first = first + x

@@ -19,7 +19,7 @@ from torch import Tensor
 from funcrec.jagged import offsets_of
 from funcrec.kernels import ops
 from funcrec.kernels.forms import Feature
-from funcrec.mesh import Codec, send
+from funcrec.mesh import Codec, is_by_tree, send
 from funcrec.sharding._lanes import Lane, Routes, places_of
 from funcrec.sharding._route import Routed
 from funcrec.sharding.placement._layout import Bank
@@ -209,7 +209,8 @@ def combine_transpose(
     """Return {bank: RowGrads} at the owners, from the cotangents of the bags.
 
     `codec.forward` codes the cotangents. d_acts is divided by len_b before it is sent. The terms of a weighted mean
-    contain s_i / len_b instead (`scales`).
+    contain s_i / len_b instead (`scales`). Inside of `invariant`, terms stand feature by feature, and sender by sender
+    within a feature: one process that has the global batch adds in this order.
     """
     d_lanes = {
         i: _scaled(d, routed, i, routes.lanes[i]) if _is_mean(routes.lanes[i]) else d for i, d in d_lanes.items()
@@ -228,6 +229,12 @@ def combine_transpose(
             own = [torch.stack(x) for x in zip(*each, strict=True)]
         d = send("all_to_all", own, routes.axes, codec, routes.widths)
     terms: dict[Bank, list[Bags]] = {b: [] for b in routes.places_of_banks}
+    if is_by_tree():
+        forms = [place_forms(routed, routes, s) for s in range(routes.num_ranks)]
+        for b, own in routes.places_of_banks.items():
+            each = [(d[routes.group_of_place[k]][s], forms[s][k]) for k in own for s in range(routes.num_ranks)]
+            terms[b] = [Bags(x, routed.rows, routed.offsets, weights, (form,)) for x, form in each]
+        return by_bank(terms, routes)
     # Terms sender by sender, in the order of the global batch: `coalesce` adds the gradients of a row in this order.
     for sender, d_groups in enumerate(zip(*(x.unbind(0) for x in d), strict=True)):
         forms = place_forms(routed, routes, sender)
@@ -235,6 +242,10 @@ def combine_transpose(
             for b, own in routes.places_of_banks.items():
                 if mine := tuple(forms[k] for k in own if k in places):
                     terms[b].append(Bags(d_sender, routed.rows, routed.offsets, weights, mine))
+    return by_bank(terms, routes)
+
+
+def by_bank(terms: Mapping[Bank, Sequence[Bags]], routes: Routes) -> dict[str, RowGrads]:
     return {b.name: RowGrads(tuple(t), b.rows, b.dim, False, routes.axes) for b, t in terms.items()}
 
 

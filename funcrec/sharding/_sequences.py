@@ -8,13 +8,13 @@ the block. Weights are not sent: they multiply rows after these arrive, and grad
 Shapes: n ranks, C rows in a block, N places of a sequence's buffer, D dim.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from funcrec.core import replace
-from funcrec.mesh import Codec, send
+from funcrec.core import Problem, check, replace
+from funcrec.mesh import Codec, is_by_tree, send
 from funcrec.sharding._lanes import Routes, routes_of
 from funcrec.sharding._route import Routed, sent_blocks
 from funcrec.sharding.placement._layout import Bank, Layout
@@ -61,6 +61,8 @@ def send_cotangents(
 
     `codec.forward` codes the gradients.
     """
+    if is_by_tree():
+        check("funcrec.invariant", shared_problems(routes))
     n = routes.num_ranks
     room, sent = routed.rows.shape[0] // n, {}
     for b, own in routes.lanes_of_banks.items():
@@ -78,3 +80,18 @@ def send_cotangents(
         terms = tuple(Entries(rows[s], d[s]) for s in range(n))
         out[b.name] = RowGrads(terms, b.rows, b.dim, False, routes.axes)
     return out
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def shared_problems(routes: Routes) -> Iterator[Problem]:
+    """Report several sequences of one table: their gradients arrive sender by sender, not sequence by sequence."""
+    names: dict[str, list[str]] = {}
+    for lane in routes.lanes:
+        own = names.setdefault(lane.feature.table, [])
+        own += [lane.feature.name] if lane.feature.name not in own else []
+    for table, own in names.items():
+        if len(own) > 1:
+            need, hint = "one sequence of a table in a lookup", "fr.lookup_sequence for each feature"
+            yield Problem(f"several sequences read table {table!r} in one lookup on ranks.", f"{own}", need, hint)

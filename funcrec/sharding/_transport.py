@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem
-from funcrec.mesh import Codec
+from funcrec.core import Problem, check
+from funcrec.mesh import Codec, is_by_tree
 from funcrec.sharding._combine import combine_transpose, fetch, pooled_here, pooled_there
 from funcrec.sharding._lanes import Routes
 from funcrec.sharding._route import route
@@ -71,10 +71,14 @@ SEQUENCES = {
 def steps_of(answers: Mapping[str, Steps], transport: Transport, routes: Routes) -> Steps:
     """Return the functions that compute the answer of an exchange.
 
-    Lookups in replicated tables read the copies in place: no row is sent, so "distinct" saves nothing.
+    Lookups in replicated tables read the copies in place: no row is sent, so "distinct" saves nothing. Inside of
+    `invariant`, owners send rows: sums of owners would have other bits than the sum of a bag.
     """
-    is_local = transport.answer == "distinct" and not routes.axes
-    return answers["sums" if is_local else transport.answer]
+    answer = "sums" if transport.answer == "distinct" and not routes.axes else transport.answer
+    if is_by_tree() and routes.axes:
+        check("funcrec.invariant", rounded_problems(transport))
+        answer = "rows"
+    return answers[answer]
 
 
 def transport_of(exact: bool, dedup: bool, capacity: int | None = None, codec: Codec | None = None) -> Transport:
@@ -94,6 +98,15 @@ def joined_overflow(overflows: Sequence[Tensor]) -> Tensor | None:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def rounded_problems(transport: Transport) -> Iterator[Problem]:
+    """Report what rounds on ranks otherwise than in one process."""
+    if transport.answer == "distinct":
+        what, need = "`dedup` adds a row's gradients rank by rank.", "every id's gradient, in the batch's order"
+        yield Problem(what, "tables with dedup=True", need, "dedup=False")
+    if transport.codec is not None:
+        yield Problem("`codec` rounds what ranks send.", repr(transport.codec), "every bit", "codec=None")
 
 
 def dedup_problems(exact: bool, dedup: bool) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from funcrec.core import (
     typed,
 )
 from funcrec.kernels import ops
+from funcrec.mesh import is_by_tree
 from funcrec.tables._exact_sum import exact_sum, root
 from funcrec.tables._params import Params
 from funcrec.tables._rowgrads import RowGrads, row_squares
@@ -78,8 +79,17 @@ def clip_by_global_norm(grads: Rows | Params, max_norm: Positive | Scalar) -> Ro
 
 def norm_over(rows: Rows, dense: Iterable[tuple[Tensor, tuple[str, ...]]]) -> Tensor:
     """Return the norm of gradients of rows and of dense gradients, each with the mesh axes whose ranks have others."""
-    squares = [row_squares(g) for g in rows.values()] + [(wide(g).square().sum(), axes) for g, axes in dense]
+    squares = [row_squares(g) for g in rows.values()] + [(squares_of(g), axes) for g, axes in dense]
     return root(exact_sum(squares)) if squares else torch.zeros(())
+
+
+def squares_of(grad: Tensor) -> Tensor:
+    """Return what to add up for the squared norm of a dense gradient.
+
+    Inside of `invariant` it is every square, whose exact sum does not depend on how ranks cut the gradient.
+    """
+    squares = wide(grad).square()
+    return squares if is_by_tree() else squares.sum()
 
 
 def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:

@@ -82,6 +82,7 @@ def rank_of(
     copies: int,
     capacity: int | None,
     codec: Codec | None,
+    micro_batches: int = 1,
 ) -> Stages:
     """Return the stages of a step on each rank of a mesh.
 
@@ -112,7 +113,7 @@ def rank_of(
         kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
         own = [*whole_leaves(grads.dense, state.dense), loss]
         along = own if is_small(own, mesh.size) else []  # small tensors join the rows' exchange
-        rows, of_all = gather_terms(kept, state.tables.layout, along)
+        rows, of_all = gather_terms(kept, state.tables.layout, along, micro_batches)
 
         def dense() -> tuple[Any, Tensor]:
             *of_whole, total = list(map(added, of_all)) if along else ordered_sum(own, mesh.axis_names)

@@ -38,12 +38,21 @@ from funcrec.models import Model, TwoTower, in_batch_softmax_loss, loss, merge_s
 from funcrec.optim import DenseOptimizer, RowOptimizer, adam
 from funcrec.optim import dense as optimizer
 from funcrec.sharding import Plan, check_whole_rows, dedup_problems, dense_axes_problems
-from funcrec.tables import Params, layout_in
+from funcrec.tables import Params
 from funcrec.train._rank_private import place_problems as private_problems
 from funcrec.train._rank_private import private_of, private_on_ranks
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Recipe, Stages, run_recipe
 from funcrec.train._state import TrainState
+from funcrec.train._step_problems import (
+    grad_problems,
+    invariant_problems,
+    merge_problems,
+    mesh_problems,
+    norm_problems,
+    place_problems,
+    sharded_problems,
+)
 
 S = TypeVar("S")
 RATE = 0.001  # the rate of Adam where no optimizer is given, as in torch
@@ -143,7 +152,12 @@ def train_step(
         is over tables and dense parameters together, and over all ranks, as in `clip_by_global_norm`. (For the norm of
         tables alone, or of dense parameters alone, use `fr.optim.clip`.)
       invariant: whether the bits of a step depend on its numbers alone, not on threads or the processor, as those of
-        `fr.invariant`. It is for one process and emulated ranks.
+        `fr.invariant`. On a mesh, sharded tables are read as with `exact`. Then the ranks, the plan and micro-batches
+        change no bit, if three things hold. n ranks with k micro-batches each are powers of two, and B / (n · k) is 256
+        times a power of two. The loss is a mean over examples, whose values per example number a power of two, and it
+        draws nothing by `key`. Dense parameters are f32 or f64. In other cases a step is right, and repeats its own
+        bits, but a run on other ranks differs by rounding. `fr.optim.accumulate` adds the gradients of its steps in
+        their order. `dedup`, `codec`, `replicas`, other `batch_axes`, and `grad` on a mesh raise.
       codec: the codes of looked up vectors and their cotangents; None for the codec of the state's tables
         (`shard_tables`, `reshard`).
 
@@ -181,6 +195,7 @@ def train_step(
     check("funcrec.train_step", dedup_problems(exact, dedup))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
     check("funcrec.train_step", grad_problems(grad, micro_batches), norm_problems(max_norm, plan))
+    check("funcrec.train_step", invariant_problems(mesh, plan, batch_axes, dedup, codec, grad) if invariant else ())
     keyed = takes_key(loss_fn) or (grad is not None and takes_key(grad(loss_fn), own=True))
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, keyed, micro_batches, admit, grad, max_norm, invariant)
     cutting = mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes))
@@ -188,7 +203,7 @@ def train_step(
     where = OnMesh(mesh, cutting, Stages(), capacity, plan, options)
     if mesh is not None:
         copies = prod(mesh.shape[a] for a in plan.replicas)
-        place = rank_of(sparse, mesh, where.batch_axes, copies, capacity, codec)
+        place = rank_of(sparse, mesh, where.batch_axes, copies, capacity, codec, micro_batches)
         if grad is not None:
             how = private_of(grad(loss_fn, has_aux=True) if has_aux else grad(loss_fn))
             others = {"capacity": capacity, "codec": codec, "dense_axes": dense_axes}
@@ -340,61 +355,3 @@ def step_problems(step: TrainStep[Any], own: Any) -> Iterator[Problem]:
     if own is None:
         what, need = "`step` is not a step of `train_step`.", "the result of fr.train_step"
         yield Problem(what, describe(step), need, "", TypeError)
-
-
-def sharded_problems(state: TrainState) -> Iterator[Problem]:
-    if layout_in(state.tables) is None:
-        need, hint = "a ShardedTables", "fr.reshard(state, plan, mesh=mesh, sparse=sparse), or step.init(params)"
-        yield Problem("`state.tables` are not sharded.", describe(state.tables), need, hint, TypeError)
-
-
-def place_problems(tables: Any, mesh: Mesh) -> Iterator[Problem]:
-    """Report tables that lie on another mesh than the step's. A state under another plan is trained where it lies."""
-    if tables.layout.mesh_shape != mesh.axes:
-        need, hint = f"axes {dict(mesh.axes)}", "fr.reshard(state, plan, mesh=mesh, sparse=sparse, from_mesh=...)"
-        yield Problem("`state` lies on another mesh.", f"axes {dict(tables.layout.mesh_shape)}", need, hint)
-
-
-def mesh_problems(mesh: Mesh | None, plan: Plan | None, batch_axes: Sequence[str] | None) -> Iterator[Problem]:
-    if (mesh is None) != (plan is None):
-        missing, there = ("plan", "mesh") if plan is None else ("mesh", "plan")
-        hint = 'plan=fr.Plan({"item": fr.row_wise("model")})' if plan is None else "mesh=fr.Mesh.emulated(model=2)"
-        yield Problem(f"`{missing}` is missing.", f"`{there}` alone", "both, or neither", hint, TypeError)
-    elif mesh is not None and [a for a in batch_axes or () if a not in mesh.axis_names]:
-        yield Problem("`batch_axes` are not the mesh's.", f"{batch_axes}", f"among {list(mesh.axis_names)}")
-
-
-def grad_problems(grad: Callable | None, micro_batches: int) -> Iterator[Problem]:
-    if grad is not None and micro_batches > 1:
-        got, hint = f"grad= and micro_batches={micro_batches}", "fr.private_grads(..., chunk_size=...)"
-        yield Problem("`grad` differentiates the whole batch.", got, "micro_batches=1", hint, TypeError)
-
-
-def norm_problems(max_norm: Any, plan: Plan | None) -> Iterator[Problem]:
-    if max_norm is not None and plan is not None and plan.replicas:
-        got, hint = f"max_norm= and replicas={plan.replicas}", "sparse=fr.optim.clip(...), dense=fr.optim.clip(...)"
-        what = "groups of ranks have gradients of their own, and no common norm."
-        yield Problem(what, got, "`max_norm`, or a plan without replicas", hint, TypeError)
-
-
-def is_stats(x: Any) -> bool:
-    """Return whether x holds the statistics of a batch norm.
-
-    `init_stats` or `train_apply` made them, or they are among the buffers of a module.
-    """
-    ends_so = lambda k: isinstance(k, str) and k.split(".")[-1] in ("running_mean", "running_var")
-    return isinstance(x, dict) and (x.keys() == {"mean", "var"} or any(map(ends_so, x)))
-
-
-def merge_problems(dense: Any, merge: Any) -> Iterator[Problem]:
-    """Report running statistics among the dense parameters of a step without `merge`.
-
-    Such statistics get no gradient, so the step would never update them.
-    """
-    if merge is None and any(map(is_stats, tree_leaves(dense, is_leaf=is_stats))):
-        yield Problem(
-            "`merge` is missing: `dense` holds running statistics, which no optimizer moves.",
-            "merge=None and a dict of `mean` and `var` (or `running_mean`) in `dense`",
-            "merge(dense, aux) -> dense with the statistics that the loss gave",
-            "has_aux=True, merge=fr.models.merge_stats; merge=lambda dense, aux: dense to keep them as they are",
-        )

@@ -1,0 +1,80 @@
+"""invariant on ranks: ranks, placements and micro-batches change no bit of a training whose parts are whole blocks."""
+
+import functools
+
+import pytest
+import torch
+from programs import invariant_ranks as runs
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+equal = functools.partial(assert_trees_close, rtol=0, atol=0)
+ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
+TWO_AXES = ("table_row_wise", "table_column_wise", "grid")
+CELLS = [({"x": n}, kind) for n in (2, 4) for kind in ONE_AXIS] + [({"x": 2, "y": 2}, kind) for kind in TWO_AXES]
+alone = functools.cache(runs.trained)
+
+
+@pytest.mark.parametrize("name", runs.OPTIMIZERS)
+def test_ranks_and_placements_change_no_bit(name):
+    """Three steps of DLRM on 2, 4 and 2 x 2 emulated ranks, under every placement, give the whole state and the losses
+    of one process, bit for bit. Each optimizer meets a third of the cells."""
+    turn = list(runs.OPTIMIZERS).index(name)
+    for axes, kind in CELLS[turn :: len(runs.OPTIMIZERS)]:
+        equal(runs.trained(name, axes, kind), alone(name))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_micro_batches_change_no_bit(parts):
+    """Micro-batches give the bits of the undivided step, in one process and on two ranks; with three of them, or with
+    blocks that are cut, only values agree."""
+    equal(runs.trained("adam", micro_batches=parts), alone("adam"))
+    if parts == 2:
+        equal(runs.trained("adam", {"x": 2}, "row_wise", micro_batches=2), alone("adam"))
+
+
+def test_real_ranks_change_no_bit(ranks):
+    """Two and four gloo ranks give the bits of one process, with tables cut by rows, by columns and not at all."""
+    for n, kind in ((2, "row_wise"), (4, "column_wise"), (4, "replicated")):
+        for got in ranks(n).run(functools.partial(runs.trained, is_real=True), "rowwise_adagrad", {"x": n}, kind):
+            equal(got, alone("rowwise_adagrad"))
+
+
+@pytest.mark.parametrize("size", [3, 40_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sums_over_ranks_are_trees(size, dtype, ranks):
+    """psum, pmean, psum_scatter and the transposes add the terms of 2 x 2 and of 3 ranks as a tree of neighbours, on
+    emulated and on real ranks, whole or in parts."""
+    for axes in ({"x": 2, "y": 2}, {"x": 3}):
+        want, got = runs.sums_by_hand(axes, size, dtype), runs.sums(axes, size, dtype)
+        equal(got, want)
+        if dtype == torch.float32 and len(axes) == 2:
+            for own in ranks(4).run(runs.sums, axes, size, dtype, True):
+                equal(own, want)
+
+
+def test_sums_of_integers_and_extrema_are_as_ever():
+    """Sums of integers, bools and numbers, and extrema, have one result under invariant, too."""
+    f = lambda x: (fr.psum((x.int(), x > 2, 3), "x"), fr.pmax(x, "x"), fr.pmin(x, "x"))
+    run = lambda f: fr.shard_map(f, mesh=fr.Mesh.emulated(x=3), in_specs=fr.P("x"), out_specs=fr.P())
+    equal(run(fr.invariant(f))(torch.arange(6.0)), run(f)(torch.arange(6.0)))
+
+
+def test_what_rounds_on_ranks_is_refused():
+    """Codecs, dedup, replicas, other batch axes and a transform of gradients raise with invariant on a mesh."""
+    mesh = fr.Mesh.emulated(x=2)
+    plan = fr.Plan.uniform("row_wise", runs.SHAPES, mesh)
+    make = lambda **options: fr.train_step(runs.model_of(), mesh=mesh, invariant=True, **{"plan": plan, **options})
+    for options in (
+        {"codec": fr.Codec("bfloat16")}, {"dedup": True}, {"batch_axes": ()}, {"grad": fr.private_grads},
+        {"plan": fr.Plan.uniform("replicated", runs.SHAPES, mesh, replicas=("x",))},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="invariant=True"):
+            make(**options)
+    held = fr.shard_tables(runs.model_of().init(fr.key(0)).tables, plan, mesh, dedup=True)
+    ask = fr.invariant(lambda t, ids: fr.lookup(t, ids, runs.FEATURES[:1]).values)
+    with pytest.raises(ValueError, match="rank by rank"):
+        fr.shard_map(ask, mesh=mesh, in_specs=(held.specs(), fr.P("x")), out_specs=fr.P("x"))(
+            held, runs.batch_of(0, 8).ids
+        )
