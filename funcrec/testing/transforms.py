@@ -2,7 +2,7 @@
 
     rows: functions; columns: modes; cells: right, raises, or WRONG, against central differences in f64
 
-With --jit it has the columns that compile, which take half an hour on two cores. They move all inputs of a row at once,
+With --jit it has the columns that compile, which take an hour on two cores. They move all inputs of a row at once,
 so that a row needs one program for each. A cell that raises names what is not supported; the text of its error stands
 below the table.
 """
