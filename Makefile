@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL ?= deepfm
 
-.PHONY: train test check wheel serving docs sanitize processors ladder bench bench-full gpu clean
+.PHONY: train test check wheel serving docs sanitize processors arm invariant ladder bench bench-full gpu clean
 
 train: $(VENV)/.installed
 	$(RUN) -m funcrec.examples.ctr --model $(MODEL) --out runs/$(MODEL)
@@ -66,6 +66,15 @@ sanitize: $(VENV)/.tested
 # machine, and with products whose bits follow from their shape: a table. Needs a C compiler.
 processors: $(VENV)/.tested
 	PYTHONPATH=tests $(RUN) -m programs.processors
+
+# Python, torch and the kernels for aarch64 under build/arm, to run with qemu: 3 GB from Debian and PyPI, for root on Debian.
+arm: $(VENV)/.tested
+	command -v qemu-aarch64-static || apt-get install -y -qq qemu-user-static g++-aarch64-linux-gnu
+	PYTHONPATH=tests $(RUN) -m programs.arm prepare
+
+# The laws of `invariant` by models: bench/results/INVARIANT_TABLE.txt. aarch64 is a row of it after `make arm`.
+invariant: serving
+	PYTHONPATH=tests $(RUN) -m programs.invariant_table
 
 # About ten minutes, most of it compiling: the short list (30 runs), then tables and plots.
 bench: $(VENV)/.tested

@@ -21,7 +21,7 @@ HINTS = {  # beginnings of operators' names: words
     "_native_multi_head _transformer_encoder": "torch.backends.mha.set_fastpath_enabled(False)",
     "mkldnn_rnn": "the call inside of torch.backends.mkldnn.flags(enabled=False)",
     "linalg _linalg svd qr cholesky triangular lu inverse eig geqrf ormqr lstsq _fft fft stft logdet": OUTSIDE,
-    "index_put put": "x.index_put((rows,), values, accumulate=True), for whole rows",
+    "index_put put": "x.index_put(indices, values, accumulate=True) with indices of whole numbers",
 }
 
 

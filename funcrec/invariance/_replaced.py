@@ -39,15 +39,37 @@ def lerp(x: Tensor, y: Tensor, weight: Any) -> Tensor:
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
-    """Return x with values at indices. Sums are those of whole rows, in the order of positions."""
+    """Return x with values at indices. Sums are in the order of positions."""
     if not accumulate or not x.is_floating_point():
         return aten.index_put(x, indices, values, accumulate)
-    if indices[0] is None or any(i is not None for i in indices[1:]) or indices[0].dtype == torch.bool:
+    known = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for _, i in known):
         return NotImplemented
-    place = indices[0].reshape(-1)
-    place = torch.where(place < 0, place + x.shape[0], place)
-    rows = values.expand(*indices[0].shape, *x.shape[1:]).reshape(-1, *x.shape[1:])
-    return x.scatter_add(0, place.view(-1, *[1] * (x.dim() - 1)).expand(rows.shape), rows)
+    dims = [d for d, _ in known]
+    rest = [d for d in range(x.dim()) if d not in dims]
+    spread = torch.broadcast_tensors(*(i for _, i in known))
+    places, sizes, shape = spread[0].new_zeros(()), [x.shape[d] for d in dims], spread[0].shape
+    for i, n in zip(spread, sizes, strict=True):
+        places = places * n + torch.where(i < 0, i + n, i)
+    first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0  # where indices lie in the shape of values
+    others = [x.shape[d] for d in rest]
+    values = values.expand([*others[:first], *shape, *others[first:]]).movedim(
+        tuple(range(first, first + len(shape))), tuple(range(len(shape)))
+    )
+    rows = values.reshape(places.numel(), math.prod(others))
+    moved = x.permute(*dims, *rest)
+    flat = moved.reshape(math.prod(sizes), rows.shape[1])
+    out = flat.scatter_add(0, places.reshape(-1, 1).long().expand(rows.shape), rows).reshape(moved.shape)
+    return out.permute([*map([*dims, *rest].index, range(x.dim()))])
+
+
+def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Any:
+    """Return x with rows of the source added at their places along `dim`, in their order."""
+    if not x.is_floating_point() or not x.dim():
+        return NotImplemented if x.is_floating_point() else aten.index_add(x, dim, index, source, alpha=alpha)
+    source, dim = source if alpha == 1 else source * alpha, dim % x.dim()
+    places = index.reshape(-1, *[1] * (x.dim() - 1 - dim)).long()
+    return x.scatter_add(dim, places.expand(source.shape), source)
 
 
 def power(x: Any, y: Any) -> Tensor:
@@ -151,6 +173,7 @@ REPLACED: dict[Any, Callable] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention.attention_backward,
     aten.index_put.default: index_put,
     aten._unsafe_index_put.default: index_put,
+    aten.index_add.default: index_add,
     aten.scatter_add.default: aten.scatter_add.default,
     aten.sigmoid_backward.default: lambda d, y: d * (1 - y) * y,
     aten.tanh_backward.default: lambda d, y: d * (1 - y * y),

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from funcrec.kernels import ops
+from programs.invariant_models import KEYS, MODELS, SIZES, batch_of, configs, noise
 from programs.surroundings import on_threads
 
 import funcrec as fr
@@ -12,61 +13,14 @@ from funcrec.invariance import check_operators, replacements
 from funcrec.testing import assert_trees_close, check_invariant
 
 equal = functools.partial(assert_trees_close, rtol=0, atol=0)
-KEYS, SIZES = ("user", "item", "tag"), (300, 40)
 grad, jvp, vmap = torch.func.grad, torch.func.jvp, torch.func.vmap
-
-
-def noise(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def configs(dim):
-    tables = tuple(fr.TableConfig(k, 30, dim) for k in KEYS)
-    return tables, tuple(fr.FeatureConfig(k, table=k, pooling="mean" if k == "tag" else "sum") for k in KEYS)
-
-
-def batch_of(rows):
-    """Return the examples of these numbers: bags of 0 to 3 ids, five numbers, a label."""
-    ids = {k: [[(7 * r + 11 * j + i) % 30 for i in range((r + j) % 4)] for r in rows] for j, k in enumerate(KEYS)}
-    dense = torch.stack([noise(5, seed=r) for r in rows])
-    return fr.Batch(fr.KeyedJaggedTensor.from_lists(ids), torch.tensor([float(r % 2) for r in rows]), dense)
-
-
-def two_towers():
-    tables, (user, item, tag) = configs(8)
-    towers = fr.models.two_tower(tables, [user, tag], [item], sizes=SIZES)
-    ids = lambda b: fr.Batch(b.ids, b.label)
-    return towers.init, lambda p, b: (towers.query(p, ids(b)) * towers.candidate(p, ids(b))).sum(1)
-
-
-def sequences(make):
-    item = fr.FeatureConfig("item", table="item", pooling="none")
-    model = make(configs(8)[0][1:2], item, max_length=8)
-    return model.init, lambda p, b: model.query(p, fr.Batch(b.ids, b.label))
-
-
-def clicks(make, dim=8, **options):
-    model = make(*configs(dim), **options)
-    return model.init, lambda p, b: torch.sigmoid(model.apply(p, b))
-
-
-MODELS = {
-    "lr": lambda: clicks(fr.models.lr, 1, num_dense=5),
-    "fm": lambda: clicks(fr.models.fm, num_dense=5),
-    "dlrm": lambda: clicks(fr.models.dlrm, num_dense=5, bottom=(16, 8), sizes=SIZES),
-    "deepfm": lambda: clicks(fr.models.deepfm, num_dense=5, sizes=SIZES),
-    "dcnv2": lambda: clicks(fr.models.dcnv2, num_dense=5, sizes=SIZES, rank=4),
-    "two towers": two_towers,
-    "sasrec": lambda: sequences(fr.models.sasrec),
-    "hstu": lambda: sequences(fr.models.hstu),
-}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prediction_does_not_see_its_batch(name):
     """An example's prediction has the same bits alone, first, last, twice, among others in any order, and on any
     threads; and it is the model's, up to rounding."""
-    init, plain = MODELS[name]()
+    init, plain, _ = MODELS[name]()
     params, batch, predict = init(fr.key(0)), batch_of(range(37)), fr.invariant(plain)
     assert_trees_close(predict(params, batch), plain(params, batch), rtol=1e-4, atol=1e-6)
     check_invariant(lambda batch: predict(params, batch), batch)
@@ -157,6 +111,14 @@ def test_rows_of_zeros_after_the_batch_change_no_gradient():
     equal(ask(w, *padded), ask(w, x, y))
 
 
+def sums_at_places(x):
+    """Return sums at places of columns, of elements, and of the outer dims of three."""
+    i, j, cube = torch.tensor([[0, 2], [-1, 2]]), torch.tensor([1, 1]), torch.stack([x, -x], 1)
+    put, none = torch.ops.aten.index_put, torch.zeros(2, dtype=torch.int64)
+    at = put(x, [None, i], x[:, :1, None], True) + put(x, [none, j], x[:, 2].sum() * x.new_ones(2), True)
+    return at + put(cube, [none, None, j], x[:, :2].sum(0), True).sum(1) + x.index_add(1, j, x[:, 2:4], alpha=0.5)
+
+
 X, SQUARE = noise(5, 8, seed=3), noise(8, 8)
 FUNCTIONS = {
     "softmax": lambda x: x.softmax(1),
@@ -170,6 +132,7 @@ FUNCTIONS = {
     "gelu by erf": torch.nn.functional.gelu,
     "waves": lambda x: torch.sin(x) * torch.cos(3 * x) + torch.atan2(x, x.flip(1)),
     "products": lambda x: x.prod(1, keepdim=True) + x.cumprod(1) + x[:, 0].prod(),
+    "sums at places": lambda x: sums_at_places(x),
     "silu": torch.nn.functional.silu,
     "softplus": torch.nn.functional.softplus,
     "logsigmoid": torch.nn.functional.logsigmoid,
@@ -240,7 +203,7 @@ REFUSED = {
     "complex numbers": lambda x: torch.complex(x, x).sum(),
     "a product of complex numbers": lambda x: torch.complex(x, x) @ torch.complex(x, x).mT,
     "FBGEMM's sums": lambda x: by_fbgemm(x),
-    "a sum at places of two dims": lambda x: x.index_put((torch.tensor([0, 0]), torch.tensor([1, 1])), x[0, :2], True),
+    "a sum at a mask": lambda x: x.index_put((x > 0,), x[0, :1], True),
 }
 
 
@@ -291,7 +254,7 @@ def test_few_rows(rows):
     """A batch of no or one row gives results of the same shapes as torch's."""
     x = noise(rows, 8)
     for name, f in FUNCTIONS.items():
-        if name not in ("rows", "matmul", "a vector's norms"):
+        if name not in ("rows", "matmul", "a vector's norms", "sums at places"):
             assert_trees_close(fr.invariant(f)(x), f(x), rtol=1e-5, atol=1e-5)
 
 
