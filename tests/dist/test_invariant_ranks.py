@@ -78,3 +78,16 @@ def test_what_rounds_on_ranks_is_refused():
         fr.shard_map(ask, mesh=mesh, in_specs=(held.specs(), fr.P("x")), out_specs=fr.P("x"))(
             held, runs.batch_of(0, 8).ids
         )
+
+
+def test_a_run_that_changes_its_ranks_keeps_its_bits(tmp_path):
+    """A state saved on two ranks and loaded on four, under another plan, ends with the bits of the run of one process
+    that did not change."""
+    two, four = fr.Mesh.emulated(x=2), fr.Mesh.emulated(x=4)
+    by_rows = runs.step_on(two, "row_wise", "adam")
+    state = runs.steps_from(by_rows, by_rows.init(runs.model_of().init(fr.key(0)), fr.key(1)), two, range(2))
+    path = fr.save(tmp_path / "state", state, mesh=two)
+    plan = fr.Plan.uniform("column_wise", runs.SHAPES, four)
+    moved = fr.load(path, mesh=four, plan=plan, sparse=runs.OPTIMIZERS["adam"]())
+    last = runs.steps_from(runs.step_on(four, "column_wise", "adam"), moved, four, [2])
+    equal(fr.gather_state(last, four), alone("adam")[0])

@@ -39,18 +39,33 @@ def mesh_of(axes, is_real):
     return (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
 
 
+def step_on(mesh, kind, name, dtype=torch.float32, **options):
+    """Return the step on a mesh, whose tables have one placement."""
+    plan = None if mesh is None else fr.Plan.uniform(kind, SHAPES, mesh)
+    how = {"sparse": OPTIMIZERS[name](), "dense": fr.optim.dense(torch.optim.Adam, lr=0.01)}
+    return fr.train_step(model_of(dtype), **how, mesh=mesh, plan=plan, invariant=True, **options)
+
+
+def own_batch(mesh, i, size=BATCH):
+    batch = batch_of(i, size)
+    return batch if mesh is None else fr.shard(batch, fr.P(mesh.axis_names), mesh=mesh)
+
+
+def steps_from(step, state, mesh, numbers):
+    """Return the state after the steps with these numbers."""
+    for i in numbers:
+        state, _ = step(state, own_batch(mesh, i))
+    return state
+
+
 def trained(name, axes=None, kind=None, *, is_real=False, compiled=False, size=BATCH, dtype=torch.float32, **options):
     """Return (the whole state, the losses) of three steps."""
     mesh = None if axes is None else mesh_of(axes, is_real)
-    plan = None if axes is None else fr.Plan.uniform(kind, SHAPES, mesh)
-    model = model_of(dtype)
-    dense = fr.optim.dense(torch.optim.Adam, lr=0.01)
-    step = fr.train_step(model, sparse=OPTIMIZERS[name](), dense=dense, mesh=mesh, plan=plan, invariant=True, **options)
-    state, losses = step.init(model.init(fr.key(0)), fr.key(1)), []
+    step = step_on(mesh, kind, name, dtype, **options)
+    state, losses = step.init(model_of(dtype).init(fr.key(0)), fr.key(1)), []
     run = fr.jit(step, donate=("state",)) if compiled else step
     for i in range(STEPS):
-        batch = batch_of(i, size)
-        state, metrics = run(state, batch if mesh is None else fr.shard(batch, fr.P(mesh.axis_names), mesh=mesh))
+        state, metrics = run(state, own_batch(mesh, i, size))
         losses.append(metrics["loss"])
     return (state if mesh is None else fr.gather_state(state, mesh)), torch.stack(losses)
 
