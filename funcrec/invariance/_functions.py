@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode as _recorder
 
 LOG_2 = math.log(2)
+PIECE = 1 << 14  # numbers whose operations stay in the cache
 
 
 class Form(NamedTuple):
@@ -231,10 +233,25 @@ def whole_power(x: Tensor, n: int) -> Tensor:
     return torch.ones_like(x) if out is None else out
 
 
+def by_pieces(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return f(x), of a large tensor piece by piece: what its operations leave stays in the processor's cache.
+
+    A program that is being recorded (the mode of a recorder is active, or the tensor is its own) has f whole.
+    """
+    if x.numel() < 2 * PIECE or type(x) is not Tensor or not x.is_cpu or not x.is_contiguous() or _recorder():
+        return f(x)
+    out = torch.empty_like(x)
+    for piece, to in zip(x.view(-1).split(PIECE), out.view(-1).split(PIECE), strict=True):
+        to.copy_(f(piece))
+    return out
+
+
 def widened(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return f with 16-bit floats computed in f32, and whole numbers as the default dtype."""
 
     def run(*xs: Tensor) -> Tensor:
+        if len(xs) == 1 and xs[0].dtype in (torch.float32, torch.float64):
+            return by_pieces(f, xs[0])
         dtype = torch.result_type(*xs) if len(xs) == 2 else xs[0].dtype
         if dtype in (torch.float32, torch.float64):
             return f(*(x.to(dtype) for x in xs))

@@ -111,6 +111,17 @@ def test_a_slice_has_the_bits_of_the_whole():
             assert same, (name, n)
 
 
+def test_large_tensors_have_the_bits_of_their_parts():
+    """A tensor that is computed piece by piece has the bits of a few numbers alone, with its shape and derivative; a
+    recorded program has each function once."""
+    x = torch.linspace(-9, 9, 3 * _functions.PIECE + 5).reshape(-1, 1)
+    f, slope = fr.invariant(torch.tanh), fr.invariant(torch.func.grad(lambda x: torch.tanh(x).sum()))
+    assert torch.equal(f(x)[40_000:40_007], f(x[40_000:40_007]))
+    assert torch.equal(slope(x)[40_000:40_007], slope(x[40_000:40_007]))
+    assert torch.equal(fr.invariant(torch.func.vmap(torch.tanh))(x), f(x))
+    assert len(fr.jit(f).lower(x).graph.graph.nodes) == len(fr.jit(f).lower(x[:9]).graph.graph.nodes)
+
+
 def test_compiled_functions_have_the_bits_of_eager_ones():
     """One program of the functions with the most branches has the bits of the eager calls, over f32 of all sizes."""
     run = fr.invariant(lambda x: [functions[n](x) for n in ("erf", "sin")])
