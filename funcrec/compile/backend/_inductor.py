@@ -28,6 +28,7 @@ from funcrec.compile._raising import raising
 from funcrec.compile._wrapping import wrapping
 from funcrec.compile.backend._digest import digest
 from funcrec.compile.backend._exchanges import fill_waits
+from funcrec.compile.backend._index_strides import of_sums
 from funcrec.compile.backend._one_library import Generated, generated, load, source
 from funcrec.compile.backend._onednn import faster_products
 from funcrec.core import fail
@@ -201,7 +202,7 @@ def knowing() -> Iterator[None]:
     """
     import torch._inductor.codecache as codecache
     import torch.utils._sympy.solve as solve
-    from torch._inductor.codegen import common
+    from torch._inductor.codegen import common, cpp
     from torch._inductor.cpu_vec_isa import VecISA
     from torch._inductor.runtime import triton_compat
 
@@ -212,6 +213,7 @@ def knowing() -> Iterator[None]:
         known.enter_context(replaced(solve, "try_solve", in_integers))
         for patch in (*wrapping(), *raising()):
             known.enter_context(replaced(*patch))
+        known.enter_context(replaced(cpp, "stride_at_vec_range", of_sums))
         # torch has one handler of dtypes, and fills its table of 300 rules again for each operation of a loop.
         known.enter_context(replaced(common, "DtypePropagationOpsHandler", functools.cache))
         if platform.machine() in ("x86_64", "AMD64"):
