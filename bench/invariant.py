@@ -4,11 +4,13 @@
 
 Products are x Wᵀ, dy W and dyᵀ x in f32, in GFLOP/s, by `invariant_bmm`, MKL and oneDNN (the weight stored as in
 `F.linear`; oneDNN's second operand transposed beforehand). Steps are `train_step(invariant=True)` beside the ordinary
-step, both jitted and donated, in turns. The law: the losses of the first two steps agree.
+step, both jitted and donated, in turns. The law: the losses of the first two steps agree. --ranks n measures only
+`psum` of n gloo ranks, as a tree and as gloo's all_reduce, in turns: milliseconds, and the bytes that leave a rank.
 """
 
 import argparse
 import statistics
+import time
 
 import cases
 import products
@@ -20,6 +22,8 @@ from measure import digits, record
 
 import funcrec as fr
 from funcrec.compile.backend import _onednn
+from funcrec.mesh._exchange import MOST_JOINED
+from funcrec.testing import RankPool
 
 SHAPES = (
     (512, 13, 512), (512, 512, 256), (512, 415, 512), (2048, 512, 256), (2048, 1024, 1024), (1, 415, 512),
@@ -85,12 +89,44 @@ def compared(case: cases.StepCase, rounds: int) -> dict:
     return {"law": "green", "cpu_ms, clock_ms": figures, "over_ordinary_cpu, clock": [digits(x) for x in over]}
 
 
+def sums_over_ranks(num_ranks: int, size: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each round of psum on a rank, by the tree and by all_reduce."""
+    mesh, x = fr.Mesh.distributed(data=num_ranks), torch.randn(size)
+    run = lambda f: fr.shard_map(f, mesh=mesh, in_specs=fr.P(), out_specs=fr.P(), check=False)
+    total = lambda x: fr.psum(x, "data")
+    calls, found = {"tree": run(fr.invariant(total)), "all_reduce": run(total)}, {"tree": [], "all_reduce": []}
+    for i in range(rounds + 2):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call(x)
+            found[name] += [time.perf_counter() - begin] * (i > 1)
+    return found
+
+
+def ranks_compared(num_ranks: int, rounds: int) -> None:
+    """Record the exchange beside all_reduce, the slowest rank of each round."""
+    with RankPool(num_ranks) as pool:
+        for size in (1_000, 100_000, 1_000_000, 10_000_000):
+            each = pool.run(sums_over_ranks, num_ranks, size, rounds)
+            slowest = {n: [max(own[n][i] for own in each) for i in range(rounds)] for n in each[0]}
+            ms = {n: digits(statistics.median(t) * 1e3) for n, t in slowest.items()}
+            over = statistics.median(a / b for a, b in zip(slowest["tree"], slowest["all_reduce"], strict=True))
+            is_whole = num_ranks == 2 or 4 * size * num_ranks <= MOST_JOINED
+            ring = 2 * 4 * size * (num_ranks - 1) // num_ranks
+            leaves = {"tree": 4 * size * (num_ranks - 1) if is_whole else ring, "all_reduce": ring}
+            told = {"psum of floats": size, "ranks": num_ranks, "rounds": rounds, "clock_ms": ms}
+            record("invariant", {**told, "over_all_reduce": digits(over), "bytes_from_a_rank": leaves})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cases", nargs="+", choices=products.CASES, default=products.SHORT, metavar="CASE")
+    parser.add_argument("--ranks", type=int, help="gloo ranks whose sums are measured, and nothing else")
     options = parser.parse_args()
+    if options.ranks:
+        return ranks_compared(options.ranks, options.rounds)
     torch.set_num_threads(options.threads)
     told = {"threads": options.threads, "rounds": options.rounds}
     with torch.no_grad():
