@@ -34,6 +34,29 @@ def test_micro_batches_change_no_bit(parts):
         equal(runs.trained("adam", {"x": 2}, "row_wise", micro_batches=2), alone("adam"))
 
 
+@pytest.mark.parametrize(("axes", "kind", "options"), [
+    ({"x": 4}, "row_wise", {"max_norm": 0.05}),
+    ({"x": 4}, "replicated", {"max_norm": 0.05, "dense_axes": ("x",)}),
+    ({"x": 2}, "table_wise", {"max_norm": 0.05, "micro_batches": 2}),
+    ({"x": 2, "y": 2}, "row_wise", {"dense_axes": ("y",)}),
+    ({"x": 2}, "row_wise", {"capacity": 4000}),
+    ({"x": 2}, "column_wise", {"dtype": torch.bfloat16}),
+])  # fmt: skip
+def test_norms_cut_parameters_and_16_bits_change_no_bit(axes, kind, options):
+    """Clipping by the norm of all gradients, dense parameters cut over ranks, a capacity, and tables of bf16 keep the
+    bits of one process."""
+    own = {k: x for k, x in options.items() if k in ("max_norm", "dtype")}
+    equal(runs.trained("adam", axes, kind, **options), runs.trained("adam", **own))
+
+
+@pytest.mark.parametrize("ranks_and_size", [(4, 4), (3, 6)])
+def test_parts_that_are_no_blocks_have_right_values(ranks_and_size):
+    """Three and four ranks with one or two examples each take steps that agree with one process up to rounding."""
+    n, size = ranks_and_size
+    got, want = runs.trained("sgd", {"x": n}, "row_wise", size=size), runs.trained("sgd", size=size)
+    assert_trees_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_real_ranks_change_no_bit(ranks):
     """Two and four gloo ranks give the bits of one process, with tables cut by rows, by columns and not at all."""
     for n, kind in ((2, "row_wise"), (4, "column_wise"), (4, "replicated")):
