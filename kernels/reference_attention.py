@@ -50,7 +50,7 @@ def jagged_attention(
 
 
 def jagged_attention_transpose(
-    d_out: Tensor, out: Tensor, logs: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any
+    d_out: Tensor, out: Tensor | None, logs: Tensor | None, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the cotangents of queries, keys, values, position_bias and time_bias, [0, 0] for a bias that is None.
 

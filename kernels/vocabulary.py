@@ -79,7 +79,7 @@ def admissions_of(flat: Sequence[int]) -> list[Admission]:
     return [Admission(*flat[i : i + 6]) for i in range(0, len(flat), 6)]
 
 
-def places_of(how: Sequence[Admission], columns: Sequence[Column], sizes: Sequence[int]) -> list[int]:
+def places_of(how: Sequence[object], columns: Sequence[Column], sizes: Sequence[int]) -> list[int]:
     """Return the most ids of each vocabulary in buffers of these sizes."""
     room = [[0] * len(sizes) for _ in how]
     for c in columns:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from funcrec.cached._rows_read import ids_in, rows_read
 from funcrec.cached._table_store import TableStore, write_own
 from funcrec.cached._whole_tables import whole_tables
 from funcrec.compile import jit
-from funcrec.core import Count, Size, check, map_tensors, replace, typed
+from funcrec.core import Count, Size, check, map_tensors, replace, sure, typed
 from funcrec.data import prefetch
 from funcrec.jagged import JaggedTensor
 from funcrec.kinds import Choice, DynamicTables, settle
@@ -117,7 +117,7 @@ def cached_step(
     """
     check(CALL, step_problems(step))
     check(CALL, store_problems(stores, place_of(step)))
-    check(CALL, sparse_problems(update_of(step).recipe.sparse, stores))
+    check(CALL, sparse_problems(sure(update_of(step)).recipe.sparse, stores))
     return CachedStep(step, dict(stores), depth, look_ahead)
 
 
@@ -219,7 +219,7 @@ class CachedStep:
     def read(self, params: Params, batch: Any) -> tuple[Params, Any]:
         """Return (params with tables of the rows that the batch reads, the batch with rows of these tables)."""
 
-        def taken() -> list[Tensor]:
+        def taken() -> None:
             check(CALL, tracked_problems({"params.tables": params.tables, "ids": ids_in(batch)}), level_problems())
             check(
                 CALL,
@@ -251,8 +251,8 @@ class CachedStep:
         if self.place.mesh is None:
             return tables
         if self.whole is None or self.whole[0] is not tables:
-            self.whole = tables, gather_tables(tables, self.place.mesh)
-        return self.whole[1]
+            self.whole = tables, cast(DynamicTables, gather_tables(tables, self.place.mesh))
+        return sure(self.whole)[1]
 
     def commit(self, state: TrainState) -> None:
         """Write the rows that changed since the last commit, and commit the stores.
@@ -350,7 +350,7 @@ def read_ahead(
 
 def place_of(step: Callable) -> Place:
     """Return the place where a step of `train_step` runs."""
-    where = update_of(step).where
+    where = sure(update_of(step)).where
     return Place(where.mesh, where.batch_axes)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcrec.cached._records import packed
 from funcrec.cached._table_store import TableStore, has, read_own
-from funcrec.core import map_tensors, replace
+from funcrec.core import map_tensors, replace, sure
 from funcrec.jagged import JaggedTensor
 from funcrec.kernels.reference_vocabulary import LOWER, halves
 from funcrec.kinds import Choice, DynamicTables, Vocabulary, ids_of_batch, settled
@@ -68,9 +68,8 @@ def joined_ids(place: Place, of_ranks: Sequence[Mapping[str, Any]], device: Any)
     if place.ranks.size == 1:
         return dict(of_ranks[0])
     # ranks that differ on other axes alone have the same batch
-    is_first = lambda r: all(
-        i == 0 for a, i in coordinates(r, place.mesh.axis_names, place.mesh.shape).items() if a not in place.batch_axes
-    )
+    mesh, axes = sure(place.mesh), sure(place.batch_axes)
+    is_first = lambda r: all(i == 0 for a, i in coordinates(r, mesh.axis_names, mesh.shape).items() if a not in axes)
     each, out = [x for r, x in enumerate(of_ranks) if is_first(r)], {}
     for name in each[0]:
         values = torch.cat([x[name][0] for x in each])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import check, describe, mapping, pytree, replace
+from funcrec.core import Named, check, describe, mapping, pytree, replace
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kinds import DynamicTables, columns_of, feature_problems
 from funcrec.tables import KINDS, FeatureConfig, Kind, kind_of_tables, table_shapes
@@ -24,7 +24,7 @@ AS_WHOLE = "cached.gather(params), for all rows"
 
 @mapping(lambda read: read.tables, "table")
 @pytree(static=("columns", "first"))
-class ReadTables:
+class ReadTables(Named[Any]):
     """Tables of a batch's rows, as `cached_step(...).read` returns them next to the batch with these rows.
 
     tables: {table: f[R, D]}. number: the id of row 0, i64[]. columns, first: those of the cached tables.

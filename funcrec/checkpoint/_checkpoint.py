@@ -29,7 +29,7 @@ from funcrec.checkpoint._place import Reader, Target, device_of, place_of, place
 from funcrec.checkpoint._rank_parts import is_of_ranks, ranks_of
 from funcrec.checkpoint._same_layout import emulated_mesh_of, layout_problems, sharded_in, target_like
 from funcrec.checkpoint._tree_json import CodeError, decode, show, transform_problems
-from funcrec.core import CLASSES, Count, Problem, Size, check, class_name, describe, fail, typed
+from funcrec.core import CLASSES, Count, Problem, Size, check, class_name, describe, fail, sure, typed
 from funcrec.files import Url, as_path, open_file, steady
 from funcrec.mesh import Codec, Mesh, Ranks, apart_problems, called_by_all_ranks, together
 from funcrec.optim import RowOptimizer
@@ -106,10 +106,10 @@ def save(
       ...     fr.load(path)
       {'w': tensor([1., 1.]), 'epoch': 3}
     """
-    path = as_path(SAVE, path, remote=True)
+    where: Path | Url = as_path(SAVE, path, remote=True)
     check(SAVE, transform_problems(), copy_problems(asynchronous, copy_bytes), step_problems(keep, step))
     settle()
-    job = job_of(path, tree, mesh, keep, step, asynchronous)
+    job = job_of(where, tree, mesh, keep, step, asynchronous)
     if not asynchronous:
         job.run(lambda: None, job.ranks)
         return job.path
@@ -175,23 +175,29 @@ def load(
         need  f32[3]
         try   like=None, which loads the file as it is
     """
-    path = as_path(LOAD, path, remote=True)
+    where: Path | Url = as_path(LOAD, path, remote=True)
     finish()
-    how = {"sparse": sparse, "exact": exact, "codec": codec, "dedup": dedup, "dense_axes": tuple(dense_axes)}
+    how: dict[str, Any] = {
+        "sparse": sparse,
+        "exact": exact,
+        "codec": codec,
+        "dedup": dedup,
+        "dense_axes": tuple(dense_axes),
+    }
     step = update_of(like)
     if step is not None:
         check(LOAD, given_problems({"plan": plan, "mesh": mesh, **how}))
         like, mesh, plan = None, step.where.mesh, step.where.plan
-        how |= {} if mesh is None else {"sparse": step.recipe.sparse, **step.where.options}
+        how |= {} if mesh is None else {"sparse": step.recipe.sparse, **(step.where.options or {})}
     target = None if plan is None else Target(plan, mesh, **how)
     held = sharded_in(like) if plan is None else None
-    check(LOAD, transform_problems(), target_problems(target, mmap, **how), map_problems(path, mmap))
+    check(LOAD, transform_problems(), target_problems(target, mmap, **how), map_problems(where, mmap))
     if held is not None:
         mesh = mesh or emulated_mesh_of(held)
         check(LOAD, layout_problems(held, mesh, mmap))
-        target = target_like(held, mesh)
+        target = target_like(held, sure(mesh))
     said = {n: repr(x) for n, x in {"mesh": mesh and mesh.axes, "plan": plan, **how}.items() if n != "sparse"}
-    tree = read(path, target, mesh, device, like, mmap, said)
+    tree = read(where, target, mesh, device, like, mmap, said)
     check(LOAD, () if step is None else of_step_problems(step.recipe.sparse, tree, mesh))
     return tree
 

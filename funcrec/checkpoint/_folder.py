@@ -37,7 +37,7 @@ from funcrec.checkpoint._format import (
 )
 from funcrec.checkpoint._rank_parts import Writers, whole_parts
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, Cut, Encoded, decode, encode, show
-from funcrec.core import fail
+from funcrec.core import fail, sure
 from funcrec.files import STALE_S, flush, open_file, raise_os, size_of, write_whole
 
 MANIFEST = "manifest"
@@ -94,7 +94,7 @@ def file_name(rank: int, size: int, token: str) -> str:
     return f"rank-{rank}-of-{size}-{token}"
 
 
-def write_rank(call: str, path: Path, pieces: Sequence[Piece], names: Sequence[str], wrote: Callable[[], None]) -> list:
+def write_rank(call: str, path: Path, pieces: list[Piece], names: Sequence[str], wrote: Callable[[], None]) -> list:
     """Write and flush the file of a rank, and return [name, bytes, ranges] of the file in types of JSON.
 
     A range is [leaf, first row, first column, rows, columns] of adjacent blocks.
@@ -316,7 +316,7 @@ def labelled(found: Sequence[Stored], file: str) -> dict[tuple[str, torch.dtype]
         (held,) = x.blocks
         if b <= a or d <= c or (b - a) * (d - c) != held.rows * held.columns:
             raise CodeError(f"a block that cannot be: {show(x.name)}")
-        out.setdefault((match[1], x.dtype), []).append(Block(file, held.offset, a, c, b - a, d - c, held.crc))
+        out.setdefault((sure(match)[1], x.dtype), []).append(Block(file, held.offset, a, c, b - a, d - c, held.crc))
     return {key: sorted(own, key=lambda b: (b.first_column, b.first)) for key, own in out.items()}
 
 

@@ -7,13 +7,13 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, show
-from funcrec.core import fail
+from funcrec.core import fail, sure
 from funcrec.files import CHUNK, HEAD, FileError, Placed, beginning, chunks, crc_of, read_header, size_of, write_tensors
 from funcrec.kernels.memory import empty_table
 
@@ -146,14 +146,14 @@ def fill(file: BinaryIO, x: Stored, block: Block, wants: Sequence[Want]) -> None
     width = block.columns * x.dtype.itemsize
     step = max(1, CHUNK // max(1, width)) if width else max(1, block.rows)
     direct = _direct(x, block, wants)
-    buffer = None if direct is not None else blank(min(step, block.rows) * width)
+    buffer = blank(min(step, block.rows) * width) if direct is None else None
     file.seek(block.offset)
     crc = 0
     for first in range(0, block.rows, step):
         n = min(step, block.rows - first)
-        held = direct[first : first + n].flatten().view(torch.uint8) if buffer is None else buffer[: n * width]
+        held = sure(direct)[first : first + n].flatten().view(torch.uint8) if buffer is None else buffer[: n * width]
         for data in chunks(held):
-            if file.readinto(data) != len(data):
+            if cast(Any, file).readinto(data) != len(data):
                 raise CodeError(f"{block_name(x, block)} cut off")
             crc = zlib.crc32(data, crc)
         if x.dtype == torch.bool and held.numel() and int(held.amax()) > 1:

@@ -14,7 +14,7 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.checkpoint._format import Block, Stored, Want, blank, check_block, fill, grid_of, is_wanted
-from funcrec.core import Problem, check, describe, fail, replace
+from funcrec.core import Problem, check, describe, fail, replace, sure
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import (
@@ -52,8 +52,8 @@ CALL = "funcrec.load"
 class Target(NamedTuple):
     """The layout for the states of a checkpoint, as arguments of `train_step`."""
 
-    plan: Plan
-    mesh: Mesh
+    plan: Plan | None
+    mesh: Mesh | None
     sparse: RowOptimizer | None
     exact: bool
     codec: Codec | None
@@ -88,9 +88,10 @@ class Reader(NamedTuple):
         Writes to the tensor stay in this process.
         """
         name, count = x.blocks[0].file, prod(x.shape)
-        if name not in self.maps:
-            self.maps[name] = mmap.mmap(self.open(x.blocks[0], x).fileno(), 0, access=mmap.ACCESS_COPY)
-        memory = self.maps[name]
+        maps = sure(self.maps)
+        if name not in maps:
+            maps[name] = mmap.mmap(self.open(x.blocks[0], x).fileno(), 0, access=mmap.ACCESS_COPY)
+        memory = maps[name]
         out = torch.frombuffer(memory, dtype=x.dtype, count=count, offset=x.blocks[0].offset)
         at = 0
         for block in x.blocks:
@@ -198,7 +199,8 @@ def rooms_for(
     if target.like is None:
         check(CALL, sparse_problems(target.sparse, steps))
         tables = {n: own[""] for n, own in samples.items()}
-        return rooms_of(CALL, target.sparse, tables, steps), whole_banks(target.sparse, layout) if steps else ()
+        sparse = target.sparse
+        return rooms_of(CALL, sparse, tables, steps), whole_banks(sparse, layout) if steps else ()
     like, banks = target.like, {n: layout.banks[layout.shards[layout.shards_of(n)[0]].bank].name for n in steps}
     now = steps_of(like, target.mesh)
     check(CALL, steps_problems(steps, {n: now.get(n, 0) for n in steps}))

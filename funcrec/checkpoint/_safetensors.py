@@ -6,7 +6,7 @@ length of the header, u64 | header, JSON: dtype, shape and place of each | their
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from funcrec.checkpoint._place import place_of
 from funcrec.checkpoint._rank_parts import is_of_ranks, ranks_of
 from funcrec.checkpoint._tree_json import encode, transform_problems
-from funcrec.core import Problem, check, describe, fail, typed
+from funcrec.core import Problem, check, describe, fail, sure, typed
 from funcrec.files import DTYPE_NAMES, HEAD, as_path, header_of, lay, local_copy, open_file, write_bytes, write_whole
 from funcrec.mesh import Mesh, apart_problems, called_by_all_ranks, together
 from funcrec.sharding import ShardedTables, gather_tables
@@ -62,14 +62,14 @@ def save_safetensors(
       {'item': tensor([1., 1.])}
     """
     ranks = ranks_of(mesh)
-    where, is_sharded = as_path(SAVE, path, remote=True), layout_in(tensors) is not None
+    where, sharded = as_path(SAVE, path, remote=True), cast(Any, tensors) if layout_in(tensors) is not None else None
     check(
         SAVE, transform_problems(), kind_problems(tensors), sharded_problems(tensors, mesh), metadata_problems(metadata)
     )
-    check(SAVE, tensors_problems(tensors.banks if is_sharded else tensors))
-    said = {"mesh": repr(mesh and mesh.axes), "tensors": repr(tensors.layout) if is_sharded else repr(sorted(tensors))}
+    check(SAVE, tensors_problems(tensors if sharded is None else sharded.banks))
+    said = {"mesh": repr(mesh and mesh.axes), "tensors": repr(sorted(tensors) if sharded is None else sharded.layout)}
     check(SAVE, apart_problems(together(ranks, SAVE, "save its tensors", lambda: said)))
-    plain = gather_tables(tensors, mesh) if is_sharded else dict(tensors)
+    plain = dict(tensors if sharded is None else gather_tables(sharded, sure(mesh)))
     write = lambda: write_whole(SAVE, where, lambda file: write_tensors(file, plain, dict(metadata or {})))
     together(ranks, SAVE, "write the file", write if ranks.is_first else lambda: None)
     return where

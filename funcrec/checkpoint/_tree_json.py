@@ -8,7 +8,7 @@ tensor is its place in the order of tensors. No kind names code to run.
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.utils._pytree as torch_tree
@@ -71,7 +71,7 @@ class Encoded(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return list(self.leaves.values())
+        return cast(list[Tensor], list(self.leaves.values()))
 
 
 def encode(tree: Any, name: str, see: Callable[[Any], Any] = lambda node: node) -> Encoded:

@@ -11,6 +11,7 @@ from funcrec.core._checks import element_problems as element_problems
 from funcrec.core._checks import float_leaf_problems as float_leaf_problems
 from funcrec.core._checks import reported as reported
 from funcrec.core._checks import stray as stray
+from funcrec.core._checks import sure as sure
 from funcrec.core._checks import tree_problems as tree_problems
 from funcrec.core._checks import twice_problems as twice_problems
 from funcrec.core._checks import unknown_problems as unknown_problems
@@ -46,6 +47,7 @@ from funcrec.core._levels import tangents_below as tangents_below
 from funcrec.core._levels import under_vmaps as under_vmaps
 from funcrec.core._levels import value_below as value_below
 from funcrec.core._levels import vmaps_above as vmaps_above
+from funcrec.core._mapping import Named as Named
 from funcrec.core._mapping import mapping as mapping
 from funcrec.core._number_checks import device_problems as device_problems
 from funcrec.core._number_checks import or_nan as or_nan

@@ -64,15 +64,17 @@ _CASTS = {"f": "float()", "i": "long()", "i64": "long()", "b": "bool()", "x": "r
 
 def kind_of(hint: Any, owner: Any = None) -> Requirement:
     """Return what an annotation requires. The module of `owner`, a function or class, resolves quoted annotations."""
+    if isinstance(hint, typing.TypeVar) and hint.__constraints__:
+        return _union(hint.__constraints__, owner)
     if isinstance(hint, typing.TypeVar | typing.ParamSpecArgs | typing.ParamSpecKwargs):
         return ANYTHING
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, str | typing.ForwardRef):
         return _late(hint if isinstance(hint, str) else hint.__forward_arg__, owner)
-    if origin is os.PathLike or (args and all(a is Any or a is ... for a in args)):
-        hint, origin, args = origin, None, ()  # a path; a mapping, a sequence or an iterable of anything
     if origin is Annotated:
         return _annotated(args[0] if len(args) == 2 else Annotated[args[:-1]], args[-1], owner)
+    if origin is os.PathLike or (args and all(a is Any or a is ... for a in args)):
+        hint, origin, args = origin, None, ()  # a path; a mapping, a sequence or an iterable of anything
     if origin in (typing.Union, types.UnionType):
         return _union(args, owner)
     if origin is typing.Literal:

@@ -4,12 +4,20 @@ if (yield from reported(problems)): return         later checks need what the ea
 """
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from funcrec.core._errors import Problem, describe, short_dtype
 from funcrec.core._tree import on_root, paths
+
+T = TypeVar("T")
+
+
+def sure(x: T | None) -> T:
+    """Return x, which is not None where the caller stands. A type checker cannot see why."""
+    assert x is not None
+    return x
 
 
 def reported(problems: Iterable[Problem]) -> Generator[Problem, None, bool]:
@@ -42,12 +50,7 @@ def unknown_problems(
 
 
 def absent_problems(
-    what: str,
-    given: Mapping[Any, Any],
-    names: Iterable[str],
-    need: str,
-    hint: str = "",
-    kind: type[Exception] = KeyError,
+    what: str, given: Collection[Any], names: Iterable[str], need: str, hint: str = "", kind: type[Exception] = KeyError
 ) -> Iterator[Problem]:
     """Yield a problem for each name that is not given. what: the first line of the error, with {} for the name."""
     for n in names:
@@ -83,20 +86,18 @@ def tree_problems(given: Any, name: str, form: Any, other: str, hint: str, *, so
     of a float tensor, or a tensor of the shape and dtype. With `some`, a dict may have further names. other: what
     errors say of another dict or list, as in "are not this layer's"."""
     if isinstance(form, dict | list):
-        kind, is_dict = (Mapping, True) if isinstance(form, dict) else (list | tuple, False)
-        is_one, got, need = isinstance(given, kind), describe(given), f"a list of {len(form)}"
-        if is_one:
-            got = f"names {list(given)}" if is_dict else f"{len(given)} of them"
-        if is_dict:
-            need = f"a dict of {', '.join(form)}"
+        is_one, got = isinstance(given, Mapping if isinstance(form, dict) else list | tuple), describe(given)
+        if isinstance(form, dict):
+            got, need = f"names {list(given)}" if is_one else got, f"a dict of {', '.join(form)}"
             fits = is_one and (form.keys() <= given.keys() if some else form.keys() == given.keys())
         else:
+            got, need = f"{len(given)} of them" if is_one else got, f"a list of {len(form)}"
             fits = is_one and len(form) == len(given)
         if not fits:
             error = ValueError if is_one else TypeError
             yield Problem(f"`{name}` {other}.", got, need, hint, error)
             return
-        for n, own in form.items() if is_dict else enumerate(form):
+        for n, own in form.items() if isinstance(form, dict) else enumerate(form):
             yield from tree_problems(given[n], f"{name}[{n!r}]", own, other, hint, some=some)
     elif form is not ...:
         is_like = isinstance(form, Tensor)

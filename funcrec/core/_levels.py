@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._C._functorch as _functorch
 from torch import Tensor
-from torch._C import _functorch
 from torch._functorch import eager_transforms
 from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.eager_transforms import _create_differentiable
@@ -137,7 +137,7 @@ def pushed_forward(fn: Callable[..., Any], xs: Sequence[Any], tangents: Sequence
     """
     if forward_ad._current_level < 0 or eager_transforms.JVP_NESTING:
         return torch.func.jvp(fn, tuple(xs), tuple(tangents))[1]
-    y, transpose = torch.func.vjp(fn, *xs)
+    y, transpose = torch.func.vjp(fn, *xs)[:2]
     leaves, structure = tree_flatten(y)
     back = torch.func.vjp(transpose, tree_unflatten([torch.zeros_like(x) for x in leaves], structure))[1]
     return back(tuple(tangents))[0]

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ def plain_numbers(fn: F) -> F:
     """Return the function or dataclass `fn`, which then receives Python's numbers in place of numpy's numbers."""
     if isinstance(fn, type):
         fn.__init__ = plain_numbers(fn.__init__)
-        return fn
+        return cast(F, fn)
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
@@ -45,7 +45,7 @@ def plain_numbers(fn: F) -> F:
                 raise
             raise problem from None
 
-    return run
+    return cast(F, run)
 
 
 def signature_error(fn: Callable, error: TypeError) -> TypeError | None:
@@ -53,7 +53,7 @@ def signature_error(fn: Callable, error: TypeError) -> TypeError | None:
 
     Return None for an error from the function's body.
     """
-    if error.__traceback__.tb_next is not None:  # The function's body raised it.
+    if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # The function's body raised it.
         return None
     parameters = [p for n, p in inspect.signature(fn).parameters.items() if n != "self"]
     name, plain = call_name(fn), [p.replace(annotation=p.empty) for p in parameters]

@@ -7,7 +7,7 @@ A function that closes over arguments does not pickle. The public function that 
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
@@ -44,7 +44,7 @@ def remade(maker: F) -> F:
         recorded_on(made).made_by = Origin(run, args, kwargs, made)
         return made
 
-    return run
+    return cast(F, run)
 
 
 def recorded_on(made: Any) -> Callable:
@@ -78,8 +78,8 @@ def short(x: Any) -> str:
         return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' if len(x) == 1 else ''})"
     if isinstance(x, type) or (callable(x) and not hasattr(x, "_fields")):
         return getattr(x, "__name__", type(x).__name__)
-    if isinstance(getattr(x, "name", None), str):
-        return f"{type(x).__name__}({x.name!r})"
+    if isinstance(name := getattr(x, "name", None), str):
+        return f"{type(x).__name__}({name!r})"
     text = repr(x)
     return text if "\n" not in text and len(text) <= LONGEST else f"<{type(x).__name__}>"
 

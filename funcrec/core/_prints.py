@@ -17,9 +17,10 @@ is_quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("is_quiet", defa
 @contextlib.contextmanager
 def chained() -> Iterator[list[Tensor]]:
     """Return a context that collects the tokens of the prints of one program, in their order."""
-    before = tokens.set([])
+    found: list[Tensor] = []
+    before = tokens.set(found)
     try:
-        yield tokens.get()
+        yield found
     finally:
         tokens.reset(before)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from funcrec.core._errors import ROOMS, STAGES
 
@@ -69,8 +69,8 @@ def _rename(x: type | FunctionType, here: str) -> None:
         m.__module__ = here
     x.__module__ = here
     if dataclasses.is_dataclass(x) and "__new__" in vars(x):  # Else `help` shows __new__'s signature, not the fields.
-        made = inspect.signature(x.__init__)
-        x.__signature__ = made.replace(parameters=list(made.parameters.values())[1:])
+        made, shown = inspect.signature(x.__init__), cast(Any, x)
+        shown.__signature__ = made.replace(parameters=list(made.parameters.values())[1:])
 
 
 def module_later(name: str, says: str = "") -> Later:

@@ -12,7 +12,7 @@ class Within(NamedTuple):
     """The range of a number, or another property of a value. what: how errors describe a value without it."""
 
     need: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], object]
     what: str = "is out of range"
 
     def __repr__(self) -> str:  # Signatures show this text.

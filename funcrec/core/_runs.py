@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from funcrec.core._checks import sure
 from funcrec.core._errors import Problem, describe, message
 from funcrec.core._levels import get_unwrapped, is_wrapped, level_of, own_level
 from funcrec.core._tracked import is_tracked, stand_in, stand_ins
@@ -70,8 +71,8 @@ class Run:
 
     def note(self, x: Tensor) -> None:
         value = base = stand_in(x)
-        inside = quiet_levels()
-        while level_of(base) > self.level or level_of(base) < 0:  # torch reads arguments of a vjp that has ended
+        inside, level = quiet_levels(), sure(self.level)
+        while level_of(base) > level or level_of(base) < 0:  # torch reads arguments of a vjp that has ended
             if level_of(base) in inside:  # an argument of a run inside, which `taken` noted, or a result of one
                 return
             base = get_unwrapped(base)

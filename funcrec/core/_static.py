@@ -75,9 +75,12 @@ def plain_value(x: Any) -> Hashable:
         return repr(x), math.copysign(1.0, x.real), math.copysign(1.0, x.imag), getattr(x, "dtype", None)
     if isinstance(x, np.generic):
         return repr(x), str(x.dtype), math.copysign(1.0, x) if isinstance(x, np.floating) else None
-    for own, plain in ((int, int.__int__), (str, str.__str__), (bytes, lambda b: b"".join((b,)))):
-        if isinstance(x, own):
-            return plain(x)
+    if isinstance(x, int):
+        return int.__int__(x)
+    if isinstance(x, str):
+        return str.__str__(x)
+    if isinstance(x, bytes):
+        return b"".join((x,))
     return repr(x) if isinstance(x, TOLD_BY_WORDS) else x
 
 
@@ -136,7 +139,8 @@ def structure_key(structure: optree.PyTreeSpec) -> Hashable:
     The key is an empty tuple if all these data are plain, as in most structures.
     """
     odd = []
-    for i, node in enumerate(structure.__getstate__()[0]):
+    state: Any = structure.__getstate__()
+    for i, node in enumerate(state[0]):
         if (data := node[2]) is None or node[4] in OWN_NODES or isinstance(data, type):
             continue
         if type(data) is not list or not PLAIN.issuperset(map(type, data)):
@@ -195,4 +199,4 @@ def cannot_change(x: Any) -> bool:
 
 
 def loosen(values: "tuple | Fixed") -> tuple:
-    return values.values if type(values) is Fixed else values
+    return values.values if isinstance(values, Fixed) else values

@@ -8,7 +8,7 @@ derivative.
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ def _content(x: Any) -> Any:
         return tuple((type(y), _content(y)) for y in (x[i] for i in range(len(x))))
     for number in (operator.index, float, complex):
         if hasattr(x, f"__{number.__name__}__"):
-            return repr(number(x))
+            return repr(number(cast(Any, x)))
     return repr(x)
 
 

@@ -47,7 +47,7 @@ def pytree(cls: type[T], *, static: tuple[str, ...] = (), optional: tuple[str, .
 @overload
 @dataclass_transform(frozen_default=True, eq_default=False)
 def pytree(*, static: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]: ...
-def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> Any:
+def pytree(cls: type | None = None, *, static: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> Any:
     """Return the class as a frozen dataclass whose fields torch.func, torch.compile, `fr.jit` and optree can reach.
 
     Args:
@@ -69,8 +69,12 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
       >>> Batch(torch.tensor([1.0, 2.0]), "train").to(torch.float16).label
       tensor([1., 2.], dtype=torch.float16)
     """
-    if cls is None:
-        return lambda c: pytree(c, static=static, optional=optional)
+    made = lambda c: registered(c, static, optional)
+    return made if cls is None else made(cls)
+
+
+def registered(cls: Any, static: tuple[str, ...], optional: tuple[str, ...]) -> Any:
+    """Return the class as `pytree` says, known to both registries. Its attributes are still being written."""
     check("funcrec.pytree", class_problems(cls, static, optional))
     cls = dataclasses.dataclass(frozen=True, eq=False, repr="__repr__" not in cls.__dict__)(cls)
     cls.__setattr__, cls.__delattr__ = refuse_write, refuse_write
@@ -86,7 +90,7 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
         fields = present(value)
         return [getattr(value, n) for n in fields], (fields, tuple(getattr(value, n) for n in static))
 
-    def flatten_with_keys(value):
+    def flatten_with_keys(value) -> tuple[list[tuple[Any, Any]], tuple]:
         leaves, context = flatten(value)
         return [(torch_tree.GetAttrKey(n), x) for n, x in zip(context[0], leaves, strict=True)], context
 
@@ -257,8 +261,8 @@ def leaf_paths(structure: optree.PyTreeSpec, names: Sequence[str]) -> dict[int, 
 
     `names` are the names of the tuple's elements; a path reads "name['key'].field".
     """
-    accessors = enumerate(structure.accessors())
-    return {i: (names[a[0].entry], a[1:].codify(names[a[0].entry])) for i, a in accessors}
+    roots = [(names[int(a[0].entry)], a[1:]) for a in structure.accessors()]
+    return {i: (root, inside.codify(root)) for i, (root, inside) in enumerate(roots)}
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:

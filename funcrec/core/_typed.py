@@ -12,7 +12,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -161,7 +161,7 @@ def measured(x: Any, dims: tuple[str, ...], bags: str) -> tuple[Tensor | None, l
     if not isinstance(values, Tensor):
         return None, []
     sizes = list(zip(dims, values.shape))
-    return values, [*sizes, (bags, x.offsets.shape[0] - 1)] if bags else sizes
+    return values, [*sizes, (bags, cast(Any, x).offsets.shape[0] - 1)] if bags else sizes
 
 
 def agree(forms: list[tuple[str, int, tuple[str, ...], str]], args: tuple, kwargs: dict) -> bool:

@@ -123,7 +123,8 @@ def normal(
     return (math.sqrt(2) * torch.erfinv((u + 0.5) * 2.0 ** (1 - digits) - 1)).to(dtype)
 
 
-def check_key(call: str, key: object) -> None:
+def check_key(call: str, key: object) -> Tensor:
     if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.dim() != 0:
         fail(call, "`key` is not a key.", got=describe(key), need="i64[], from funcrec.key(seed)", kind=TypeError)
     check(call, member_problems(key, "key"))
+    return key

@@ -36,7 +36,7 @@ def chunks(x: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a contiguous tensor on the CPU, in chunks."""
     if x.numel():
         flat = x.as_strided((x.numel(),), (1,))  # one element may have any stride
-        data = memoryview(flat.view(torch.uint8).numpy())
+        data = flat.view(torch.uint8).numpy().data
         yield from (data[i : i + CHUNK] for i in range(0, len(data), CHUNK))
 
 

@@ -154,7 +154,7 @@ def read_header(
     except (ValueError, RecursionError):
         raise FileError("is damaged", "a header that is not JSON", "the file as it was written") from None
     texts = content.pop(TEXTS)
-    places = sorted((_placed(*x, dtypes) for x in content.items()), key=lambda p: (p.offset, p.nbytes))
+    places = sorted((_placed(n, x, dtypes) for n, x in content.items()), key=lambda p: (p.offset, p.nbytes))
     end = 0
     for p in places:
         if p.offset != end:

@@ -200,7 +200,7 @@ def reason(error: OSError) -> str:
 
 def entry_of(info: dict[str, Any]) -> Entry:
     mode = stat.S_IFDIR if info["type"] == "directory" else stat.S_IFREG
-    when = next((info[k] for k in TIMES if info.get(k)), None)
+    when: Any = next((info[k] for k in TIMES if info.get(k)), None)
     when = when.timestamp() if hasattr(when, "timestamp") else when
     return Entry(mode, int(info.get("size") or 0), float(when) if isinstance(when, int | float) else float("inf"))
 
@@ -294,7 +294,7 @@ def write_problems(path: Url) -> Iterator[Problem]:
         yield Problem(f"`{path}` is not a file.", "a folder", "the name of a file", hint, IsADirectoryError)
 
 
-def write_object(call: str, path: Url, write: Callable[[BinaryIO], None]) -> None:
+def write_object(call: str, path: Url, write: Callable[[BinaryIO], object]) -> None:
     """Write a file by `write(file)` on this machine, and copy it to the store."""
     check(call, write_problems(path))
     folder = tempfile.gettempdir()

@@ -17,7 +17,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, cast
 
 from funcrec.core import Problem, check, describe, fail, message
 from funcrec.files._urls import STALE_S, URL, Url, raise_of_store, url_of, write_object
@@ -63,7 +63,7 @@ def path_or_url(call: str, path: str | os.PathLike[str], kind: str = "file") -> 
     return as_path(call, path, kind, remote=True) if is_url else Path(path)
 
 
-def write_whole(call: str, path: Path | Url, write: Callable[[BinaryIO], None]) -> None:
+def write_whole(call: str, path: Path | Url, write: Callable[[BinaryIO], object]) -> None:
     """Write a file by `write(file)`: afterwards all of it is at `path`, or an error was raised and `path` is unchanged.
 
     A symbolic link at `path` stays: the file that it names is written.
@@ -133,7 +133,7 @@ def place_problems(path: Path) -> Iterator[Problem]:
 def open_file(call: str, path: Path | Url) -> BinaryIO:
     """Open a file for reading; anything else is refused without waiting for it."""
     if isinstance(path, Url):
-        return path.open()
+        return cast(BinaryIO, path.open())
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:

@@ -106,7 +106,7 @@ def gauss_newton_product(predict_fn: Callable, loss_fn: Callable) -> Callable:
             return y
 
         def multiply(at: Params, v: Params) -> Params:
-            y, back = torch.func.vjp(predictions, at)
+            y, back = torch.func.vjp(predictions, at)[:2]
             pushed = pushed_forward(predictions, (at,), (v,))
             return back(pushed_forward(torch.func.grad(loss), (y,), (pushed,)))[0]
 
@@ -142,7 +142,7 @@ def fisher_product(losses_fn: Callable) -> Callable:
         call, of = "funcrec.fisher_product", of_rows(losses_fn, params, *args, **kwargs)
 
         def multiply(at: Params, v: Params) -> Params:
-            losses, back = torch.func.vjp(lambda p: each(call, of.fn(p)), at)
+            losses, back = torch.func.vjp(lambda p: each(call, of.fn(p)), at)[:2]
             along = pushed_forward(of.fn, (at,), (v,))
             return back(along / max(losses.shape[0], 1))[0]
 

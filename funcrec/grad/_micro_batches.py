@@ -31,6 +31,7 @@ from funcrec.core import (
     random,
     remembered,
     replace,
+    sure,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -104,7 +105,8 @@ def accumulate_grads(
     Source: gradient accumulation as in optax.MultiSteps, inside one step.
     """
     run = over_micro_batches(loss_fn, num_micro_batches, has_aux)
-    return functools.wraps(loss_fn)(lambda params, batch, *args, **kwargs: run(params, batch, *args, **kwargs)[:2])
+    pair: Callable[..., Any] = lambda params, batch, *args, **kwargs: run(params, batch, *args, **kwargs)[:2]
+    return functools.wraps(loss_fn)(pair)
 
 
 def over_micro_batches(loss_fn: Callable, num_micro_batches: int, has_aux: bool) -> Callable:
@@ -241,7 +243,7 @@ class Totals:
         self.finding, place = True, self.place
         try:
             with quiet():
-                means = self.measure(self)
+                means = sure(self.measure)(self)
         finally:
             self.finding = False
         self.means, self.place = means, place
@@ -258,10 +260,11 @@ class Totals:
             return torch.ones_like(weights.sum())  # Nothing uses this loss. A part's sum may be 0.
         if self.means is None:
             self.find()
-        if self.place >= len(self.means):
+        means = sure(self.means)
+        if self.place >= len(means):
             self.refuse_impure()
         self.place += 1
-        return self.means[self.place - 1]
+        return means[self.place - 1]
 
     def refuse_impure(self) -> None:
         got, need = "another number of weighted means in some call", "the same ones for every micro-batch"
@@ -289,9 +292,10 @@ def total_weight(weights: Tensor) -> Tensor:
 
 def refuse_in_micro_batches(call: str, what: str) -> None:
     """Raise if there are several micro-batches, for a loss that is not a mean over examples."""
-    if _totals.get() is not None and _totals.get().k > 1:
+    totals = _totals.get()
+    if totals is not None and totals.k > 1:
         hint = "num_micro_batches=1, or smaller batches with fr.optim.accumulate"
-        fail(call, f"{what} of a micro-batch are not those of the batch.", got=f"1 of {_totals.get().k} micro-batches",
+        fail(call, f"{what} of a micro-batch are not those of the batch.", got=f"1 of {totals.k} micro-batches",
              need="the whole batch", hint=hint)  # fmt: skip
 
 

@@ -4,6 +4,7 @@ noise of row r of table t = normal(fold_in(key, t), row r)        in f64, whose 
 """
 
 import hashlib
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def number_of(name: str) -> int:
 def _noisy_rows(grads: RowGrads, key: Tensor, scale: float | Tensor, rows: str) -> RowGrads:
     if rows == "touched":
         out = grads.coalesce()
-        term = out.terms[0]
+        term = cast(Entries, out.terms[0])
         if is_concrete(out.count):  # else noise is made for padding, too
             own = slice(int(out.count))
             term = Entries(term.rows[own], term.grads[own], out.count, None)

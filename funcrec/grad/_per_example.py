@@ -14,7 +14,18 @@ import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, current_level, describe, random, tree_flatten, tree_unflatten, typed
+from funcrec.core import (
+    Count,
+    Problem,
+    check,
+    current_level,
+    describe,
+    random,
+    sure,
+    tree_flatten,
+    tree_unflatten,
+    typed,
+)
 from funcrec.grad._micro_batches import Totals, num_examples, size_problems
 from funcrec.grad._value_and_grad import loss_and_aux, value_and_grad
 from funcrec.jagged import is_concrete, ranges_of_parts, stack_bags
@@ -208,5 +219,7 @@ def example_problems(leaves: Sequence[Any], max_ids: int | None, may_be_empty: b
                     "the most ids of an example",
                 )
                 yield Problem("`max_ids` is missing where lengths cannot be read.", got, need, "max_ids=512", TypeError)
-        elif max_ids is not None and (most := int(ranges_of_parts(x, num_examples(x)).offsets[:, -1].max())) > max_ids:
-            yield Problem("`batch` has an example with too many ids.", f"{most} ids", f"at most max_ids={max_ids}")
+        elif max_ids is not None:
+            most = int(ranges_of_parts(x, sure(num_examples(x))).offsets[:, -1].max())
+            if most > max_ids:
+                yield Problem("`batch` has an example with too many ids.", f"{most} ids", f"at most max_ids={max_ids}")

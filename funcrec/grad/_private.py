@@ -9,7 +9,7 @@ Shapes: B examples, R rows of a table, D dim.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from funcrec.core import (
     or_nan,
     paths,
     random,
+    sure,
     tree_leaves,
     tree_map,
     typed,
@@ -154,11 +155,12 @@ def noisy_grads(how: Private) -> Callable:
         check(CALL, table_problems(params), argument_problems(args, kwargs, batch))
         check("funcrec.value_and_grad", params_problems(params))
         examples = how.examples(batch)
+        key = sure(key)
         losses, aux, total = clipped_total(how, examples, params, *args, **kwargs, **how.keyed(key))
         loss = losses.mean() if examples.count else torch.full((), torch.nan, device=key.device)
         return ((loss, aux) if how.has_aux else loss), how.mean(total, key, examples.count)
 
-    run.private = how, run
+    cast(Any, run).private = how, run
     return run
 
 

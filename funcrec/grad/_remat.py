@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def remat(fn: Callable[A, R]) -> Callable[A, R]:
     """
 
     @functools.wraps(fn)
-    def run(*args, **kwargs):
+    def run(*args: A.args, **kwargs: A.kwargs) -> R:
         followed = is_in_transform() or is_forward() or torch.is_grad_enabled()
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or not followed:
             return fn(*args, **kwargs)
@@ -99,7 +99,7 @@ def remat(fn: Callable[A, R]) -> Callable[A, R]:
             for i, x in zip(at, own, strict=True):
                 whole[i] = x
             mine, more = tree_unflatten(whole, structure)
-            return fn(*mine, **more)
+            return cast(Callable, fn)(*mine, **more)
 
         with own_errors(CALL, fn, *args, *kwargs.values(), need="the arguments that it takes"), pure(args, kwargs):
             found, form, first = first_run(CALL, flat, tensors)

@@ -7,12 +7,12 @@ Shapes: R rows of the whole table, n rows held, D dim.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from funcrec.core import describe, fail, mapping, replace
+from funcrec.core import Named, describe, fail, mapping, replace
 from funcrec.jagged import KeyedJaggedTensor, is_concrete
 from funcrec.kernels.forms import Feature
 from funcrec.tables import (
@@ -55,7 +55,7 @@ class HeldRows:
     def joined(tables: Mapping[str, "HeldRows | Tensor"]) -> Mapping:
         """Return tables whose lookups read held rows and plain tables. Vocabularies keep finding the rows of ids."""
         if holds_vocabularies(tables):
-            return replace(tables, tables=RowTables(dict(tables)))
+            return replace(cast(Any, tables), tables=RowTables(dict(tables)))
         if not is_plain(tables):
             fail(
                 "funcrec.of_rows", "the function reads its tables as another kind of tables.", got=describe(tables),
@@ -65,7 +65,7 @@ class HeldRows:
 
 
 @mapping(lambda tables: tables.parts, "table")
-class RowTables:
+class RowTables(Named[Any]):
     """A dict of held rows and of plain tables, as a kind of tables."""
 
     def __init__(self, parts: dict[str, HeldRows | Tensor]):
@@ -96,7 +96,7 @@ def found(table: HeldRows | Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def shapes_of(tables: RowTables) -> dict[str, tuple[int, int]]:
-    return {name: tuple(x.shape) for name, x in tables.parts.items()}
+    return {name: (x.shape[0], x.shape[1]) for name, x in tables.parts.items()}
 
 
 def read(

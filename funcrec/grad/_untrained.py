@@ -5,6 +5,7 @@ Tensors that are frozen, detached or read under torch.no_grad() are not in the g
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def leaves_behind(x: Tensor, known: list[Tensor]) -> list[Tensor]:
     return found[::-1]
 
 
-def _problem(which: str, frozen: str, found: list[Tensor]) -> Problem:
+def _problem(which: str, frozen: str, found: Sequence[Tensor]) -> Problem:
     shown = ", ".join(map(describe, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
     return Problem(
         f"the loss reads {which} it was not given: nothing trains it.",

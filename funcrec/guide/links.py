@@ -62,7 +62,7 @@ def address_of(name: str) -> str | None:
 
 def on_post_build(config: Any) -> None:
     """Write pdoc's pages next to the guide's."""
-    import pdoc
+    import pdoc.render
 
     names = ["funcrec", "!funcrec.kernels", "!funcrec.guide", "!.*[.]_", "funcrec.kernels.ops"]
     pdoc.render.configure(docformat="google")

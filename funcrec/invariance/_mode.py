@@ -7,7 +7,7 @@ Each operator that the function reaches has its place in the table (`place_of`),
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
         refuse_followed(tree_leaves(out))  # The function may close over what autograd follows.
         return out
 
-    run.invariant_of = fn
+    cast(Any, run).invariant_of = fn
     return run
 
 

@@ -67,7 +67,7 @@ def sum_of(
 ) -> Tensor:
     """Return the sums over `dims` (None and () for all), in the order of the elements over these dims."""
     if not (dtype or x.dtype).is_floating_point:
-        return torch.sum(x, dims, keepdim, dtype=dtype) if dims else torch.sum(x, dtype=dtype)
+        return torch.sum(x, list(dims), keepdim, dtype=dtype) if dims else torch.sum(x, dtype=dtype)
     dtype = dtype or x.dtype
     over = sorted({d % max(x.dim(), 1) for d in dims}) if dims else list(range(x.dim()))
     x = wide(x if x.dtype.is_floating_point else x.to(dtype))

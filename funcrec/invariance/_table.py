@@ -9,7 +9,7 @@ unknown     anything else: it may make no floats
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
@@ -64,7 +64,7 @@ def _place_of(func: OpOverload) -> tuple[str, Callable]:
     if func.namespace.startswith("funcrec") and name in PRODUCTS:
         return "composed", getattr(reference, name)
     if is_exact(func, name):  # A program may hold no views that are operators of prims.
-        return ("composed", func.impl_aten) if func.namespace == "prims" else ("exact", func)
+        return ("composed", cast(Any, func).impl_aten) if func.namespace == "prims" else ("exact", func)
     if func.namespace != "aten":
         return "unknown", func
     pure = getattr(getattr(aten, name[:-1], None), func._overloadname, None) if name.endswith("_") else None

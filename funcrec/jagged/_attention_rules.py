@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import any_tracked, is_forward, is_in_jvp, is_transforming
+from funcrec.core import any_tracked, is_forward, is_in_jvp, is_transforming, sure
 from funcrec.kernels import ops, reference
 
 NUM_FLOATS = 5  # queries, keys, values and two biases; then six tensors without derivatives
@@ -41,7 +41,7 @@ def attention(tensors: Sequence[Tensor | None], numbers: tuple) -> Tensor:
     tensors: queries, keys, values, position_bias, time_bias, offsets, key_offsets, query_times, key_times, num_targets.
     numbers: scale, normalizer, softmax, causal.
     """
-    spec = _Settings(_chosen(tensors[0]), numbers)
+    spec = _Settings(_chosen(sure(tensors[0])), numbers)
     if spec.implementation == "reference" or is_forward() or is_in_jvp():
         return reference.jagged_attention(*spec.arguments(tensors))[0]
     if not is_transforming() and not any_tracked(tensors):
@@ -139,7 +139,7 @@ class _Members:
     def __init__(self, size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | None]):
         self.size, self.dims, self.tensors = size, dims, tensors
         self.are_apart = any(d is not None for d in dims[NUM_FLOATS:])
-        q, of_q = tensors[0], dims[0]
+        q, of_q = sure(tensors[0]), dims[0]
         self.heads = q.shape[1] if of_q is None else q.movedim(of_q, 0).shape[2]
 
     def join(self, x: Tensor, dim: int | None) -> Tensor:
@@ -156,8 +156,8 @@ class _Members:
 
     def joined(self) -> list[Tensor | None]:
         each = list(zip(self.tensors, self.dims, strict=True))
-        first = [self.join(x, d) for x, d in each[:3]] + [self.join_bias(x, d) for x, d in each[3:5]]
-        return first + list(self.tensors[NUM_FLOATS:])
+        first = [self.join(sure(x), d) for x, d in each[:3]]
+        return [*first, *(self.join_bias(x, d) for x, d in each[3:5]), *self.tensors[NUM_FLOATS:]]
 
     def split(self, x: Tensor) -> Tensor:
         """Return x [N, K · H, ...] as [K, N, H, ...]."""

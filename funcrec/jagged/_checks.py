@@ -15,7 +15,7 @@ from funcrec.jagged._primitives import is_concrete
 INT_DTYPES = (torch.int32, torch.int64)
 
 
-def bag_problems(bags: object, path: str) -> Iterator[Problem]:
+def bag_problems(bags: Any, path: str) -> Iterator[Problem]:
     """Yield a problem unless `bags` is a collection of collections, all ordered and with a length."""
     unordered = (str, bytes, bytearray, Mapping, Set)
     has_elements = lambda x: isinstance(x, Collection) and not isinstance(x, unordered) and getattr(x, "ndim", 1) > 0
@@ -157,7 +157,7 @@ def jagged_parts(x: Any, path: str) -> Iterator[Problem]:
     yield from offset_form_problems(x.offsets, getattr(x.values, "device", None), f"{path}.offsets")
 
 
-def offset_form_problems(offsets: object, device: torch.device | None, path: str) -> Iterator[Problem]:
+def offset_form_problems(offsets: Any, device: torch.device | None, path: str) -> Iterator[Problem]:
     """Yield a problem unless `offsets` is i[B + 1], B >= 0, on the values' device."""
     if not (yield from reported(int_problems(offsets, path, device))) and offsets.shape[0] == 0:
         hint = "torch.zeros(1, dtype=torch.int64), for no bags"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, any_tracked, check, doubled, replace, typed
+from funcrec.core import Count, Problem, any_tracked, check, doubled, replace, sure, typed
 from funcrec.core.random import mix
 from funcrec.jagged._jagged import bag_ids, take_ranges
 from funcrec.jagged._keyed_checks import id_dtype_problems, inverse_value_problems, keyed_parts
@@ -77,7 +77,7 @@ def dedup_bags(ids: KeyedJaggedTensor, keys: Sequence[str] | None = None, *, num
 
 
 def _with_bags(
-    ids: KeyedJaggedTensor, bags: Sequence[Tensor], inverses: Sequence[Tensor], counts: tuple[int, ...]
+    ids: KeyedJaggedTensor, bags: list[Tensor], inverses: list[Tensor], counts: tuple[int, ...]
 ) -> KeyedJaggedTensor:
     """Return ids of these bags of each key; position -1 is an empty bag."""
     at = torch.cat(bags) if bags else torch.zeros(0, dtype=torch.int64)
@@ -87,8 +87,9 @@ def _with_bags(
 
 def bags_of_examples(ids: KeyedJaggedTensor) -> Tensor:
     """Return the position in the flat buffer of each example's bag, key-major, i64[F · E]."""
-    firsts = torch.tensor([ids.bag_range(k)[0] for k in ids.keys], dtype=torch.int64, device=ids.inverse.device)
-    return (firsts[:, None] + ids.inverse).flatten()
+    inverse = sure(ids.inverse)
+    firsts = torch.tensor([ids.bag_range(k)[0] for k in ids.keys], dtype=torch.int64, device=inverse.device)
+    return (firsts[:, None] + inverse).flatten()
 
 
 def expand_bags(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:

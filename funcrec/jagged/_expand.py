@@ -46,7 +46,7 @@ def expand_columns(groups: Sequence[Tensor], columns: Sequence[Columns], inverse
     """
     if not columns:
         return torch.zeros(inverse.shape[1], 0, device=inverse.device)
-    r = _ranges([tuple(x.shape) for x in groups], columns, inverse)
+    r = _ranges([(x.shape[0], x.shape[1]) for x in groups], columns, inverse)
     flat = [x.reshape(-1, r.unit) for x in groups]
     buffer, width = torch.cat(flat) if len(flat) > 1 else flat[0], sum(c.dim for c in columns)
     out, _ = primitives.take_ranges(buffer, r.starts, r.lengths, inverse.shape[1] * width // r.unit)

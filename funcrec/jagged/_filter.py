@@ -6,7 +6,7 @@ Shapes: N capacity.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ I64 = torch.iinfo(torch.int64)
 
 
 @typed
-def bag_filter(bags: JaggedTensor | KeyedJaggedTensor, mask: Annotated[Tensor, Form("b[N]")]) -> Bags:
+def bag_filter(bags: Bags, mask: Annotated[Tensor, Form("b[N]")]) -> Bags:
     """Return the same bags with only the values, and their weights, for which `mask` is true.
 
     The buffer keeps its length N: the new padding is zero. The mask of the padding is not read.
@@ -57,7 +57,7 @@ def bag_filter(bags: JaggedTensor | KeyedJaggedTensor, mask: Annotated[Tensor, F
 
 
 @typed
-def drop_ids(ids: JaggedTensor | KeyedJaggedTensor, padding: int | Mapping[str, int]) -> Bags:
+def drop_ids(ids: Bags, padding: int | Mapping[str, int]) -> Bags:
     """Return the same bags without the ids that equal `padding`, which stand for a missing value.
 
     `lookup` of the result has the semantics of `padding_idx` in torch.nn.EmbeddingBag: such an id adds nothing, does
@@ -82,8 +82,8 @@ def drop_ids(ids: JaggedTensor | KeyedJaggedTensor, padding: int | Mapping[str, 
     Source: `padding_idx` of torch.nn.EmbeddingBag.
     """
     check("funcrec.drop_ids", padding_problems(ids, padding))
-    if not isinstance(padding, Mapping):
-        return bag_filter(ids, ids.values != padding)
+    if not isinstance(padding, Mapping) or not isinstance(ids, KeyedJaggedTensor):
+        return bag_filter(ids, ids.values.ne(cast(int, padding)))
     if not padding:
         return ids
     key = bag_ids(ids.offset_per_key, ids.capacity)
@@ -103,15 +103,15 @@ def mask_problems(bags: JaggedTensor | KeyedJaggedTensor, mask: Tensor) -> Itera
         yield Problem("`mask` is on another device.", f"{mask.device}", f"{bags.values.device}", "mask.to(device)")
 
 
-def padding_problems(ids: JaggedTensor | KeyedJaggedTensor, padding: object) -> Iterator[Problem]:
+def padding_problems(ids: JaggedTensor | KeyedJaggedTensor, padding: int | Mapping[str, int]) -> Iterator[Problem]:
     if ids.values.dtype not in (torch.int32, torch.int64):
         hint = "fr.bag_filter(bags, bags.values != 0)" if ids.values.is_floating_point() else "ids.values.long()"
         yield Problem("`ids.values` are not ids.", describe(ids.values), "i32[N] or i64[N]", hint, TypeError)
-    if isinstance(padding, Mapping) and not isinstance(ids, KeyedJaggedTensor):
+    if isinstance(padding, Mapping) and isinstance(ids, KeyedJaggedTensor):
+        yield from unknown_problems("`padding` names unknown keys.", padding, ids.keys, kind=KeyError)
+    elif isinstance(padding, Mapping):
         need = "an id for a JaggedTensor, which has no keys"
         yield Problem("`padding` names keys.", describe(padding), need, "padding=0", TypeError)
-    elif isinstance(padding, Mapping):
-        yield from unknown_problems("`padding` names unknown keys.", padding, ids.keys, kind=KeyError)
     numbers = padding.values() if isinstance(padding, Mapping) else [padding]
     if beyond := [n for n in numbers if not I64.min <= n <= I64.max]:
         yield Problem("`padding` is not an id.", f"{beyond}", "integers within i64", "padding=-1")

@@ -118,8 +118,8 @@ class JaggedTensor:
         """
         check("funcrec.JaggedTensor.from_padded", padded_problems(padded, lengths))
         offsets, capacity = offsets_of(lengths), padded.shape[0] * padded.shape[1]
-        flat = lambda x: None if x is None else primitives.from_padded(x, offsets, capacity)
-        return JaggedTensor(flat(padded), offsets, flat(weights))
+        flat = lambda x: primitives.from_padded(x, offsets, capacity)
+        return JaggedTensor(flat(padded), offsets, None if weights is None else flat(weights))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -192,7 +192,8 @@ class JaggedTensor:
     def pad_to(self, capacity: Size) -> "JaggedTensor":
         """Return the bags in a buffer of exactly `capacity` >= N values; the new values are zero."""
         check("funcrec.JaggedTensor.pad_to", capacity_problems(capacity, self.capacity))
-        return JaggedTensor(grow(self.values, capacity), self.offsets, grow(self.weights, capacity))
+        weights = None if self.weights is None else grow(self.weights, capacity)
+        return JaggedTensor(grow(self.values, capacity), self.offsets, weights)
 
     def unpad(self) -> "JaggedTensor":
         """Return the bags without the padding; `unpad` reads offsets[-1] on the host."""
@@ -218,8 +219,8 @@ def take_ranges(values: Tensor, weights: Tensor | None, starts: Tensor, lengths:
     return JaggedTensor(taken, offsets, scale)
 
 
-def grow(x: Tensor | None, capacity: int) -> Tensor | None:
-    return None if x is None else torch.cat([x, x.new_zeros((capacity - x.shape[0], *x.shape[1:]))])
+def grow(x: Tensor, capacity: int) -> Tensor:
+    return torch.cat([x, x.new_zeros((capacity - x.shape[0], *x.shape[1:]))])
 
 
 PARTS[JaggedTensor] = jagged_parts

@@ -127,7 +127,9 @@ def inverse_problems(ids: Any, path: str) -> Iterator[Problem]:
 
 def inverse_value_problems(ids: Any, kind: type[Exception] = ValueError) -> Iterator[Problem]:
     """Yield a problem for inverse indices of bags that do not exist, which it reads on the host."""
-    for f, key in enumerate(ids.keys if ids.inverse is not None else ()):
+    if ids.inverse is None:
+        return
+    for f, key in enumerate(ids.keys):
         count, own = ids.bags_of(key), ids.inverse[f]
         wrong = (own < 0) | (own >= count)
         what, name = f"`ids.inverse` names bags of {key!r} that do not exist.", f"inverse[{f}]"

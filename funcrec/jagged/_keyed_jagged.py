@@ -150,9 +150,9 @@ class KeyedJaggedTensor:
         """Return ids from padded {key: [B, L]} and lengths {key: i[B]}. weights: {key: f[B, L]}, all keys or some.
         The capacity is the sum of B * L over the keys."""
         call = "funcrec.KeyedJaggedTensor.from_padded"
-        weights = given(weights or {})
-        check(call, same_key_problems(padded, lengths), same_key_problems(padded, weights, some=True))
-        part = lambda k: JaggedTensor.from_padded(padded[k], lengths[k], weights=weights.get(k))
+        own = given(weights or {})
+        check(call, same_key_problems(padded, lengths), same_key_problems(padded, own, some=True))
+        part = lambda k: JaggedTensor.from_padded(padded[k], lengths[k], weights=own.get(k))
         return KeyedJaggedTensor.from_jagged({k: part(k) for k in padded})
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -356,7 +356,8 @@ class KeyedJaggedTensor:
     def pad_to(self, capacity: Size) -> "KeyedJaggedTensor":
         """Return the ids in a buffer of exactly `capacity` >= N ids; the new ids are zero."""
         check("funcrec.KeyedJaggedTensor.pad_to", capacity_problems(capacity, self.capacity))
-        return self._with_buffer(grow(self.values, capacity), grow(self.weights, capacity))
+        weights = None if self.weights is None else grow(self.weights, capacity)
+        return self._with_buffer(grow(self.values, capacity), weights)
 
     def unpad(self) -> "KeyedJaggedTensor":
         """Return the ids without the padding; `unpad` reads offsets[-1] on the host."""

@@ -131,6 +131,10 @@ class KeyedTensor:
         return f"KeyedTensor({named}, values={describe(self.values)})"
 
 
+@overload
+def regroup(parts: Sequence[KeyedTensor], groups: Mapping[str, Sequence[str]]) -> dict[str, Tensor]: ...
+@overload
+def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]: ...
 @typed
 def regroup(
     parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]] | Mapping[str, Sequence[str]]

@@ -123,7 +123,7 @@ def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
     """Return the positions in [0, num_bags) that an int, a slice or a sequence of ints names."""
     if isinstance(bags, slice):
         return list(range(*bags.indices(num_bags)))
-    chosen = [bags] if isinstance(bags, int) else list(bags) if isinstance(bags, Sequence) else [None]
+    chosen: list[Any] = [bags] if isinstance(bags, int) else list(bags) if isinstance(bags, Sequence) else [None]
     if any(type(b) is not int or not -num_bags <= b < num_bags for b in chosen):
         need, hint = f"integers in [-{num_bags}, {num_bags})", "select(bags, capacity=...) for positions in a tensor"
         fail(call, "`bags` are not positions of bags.", got=f"{bags!r}", need=need, hint=hint, kind=IndexError)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem
+from funcrec.core import Problem, sure
 from funcrec.jagged._jagged import take_ranges
 from funcrec.jagged._keyed_jagged import KeyedJaggedTensor
 from funcrec.jagged._primitives import are_equal, is_concrete
@@ -22,14 +22,15 @@ def parts_of_examples(ids: KeyedJaggedTensor, n: int) -> list[KeyedJaggedTensor]
     """Return n parts of the ids, each in a buffer of the whole capacity."""
     counts, device = [ids.bags_of(k) // n for k in ids.keys], ids.offsets.device
     firsts = [ids.bag_range(k)[0] for k in ids.keys]
-    inverse = ids.inverse.unflatten(1, (n, -1))
+    whole = sure(ids.inverse)
+    inverse = whole.unflatten(1, (n, -1))
     strides, parts = None if are_equal(counts) else tuple(counts), []
     for i in range(n):
         own = [torch.arange(f + i * c, f + (i + 1) * c, device=device) for f, c in zip(firsts, counts, strict=True)]
         at = torch.cat(own) if own else torch.zeros(0, dtype=torch.int64, device=device)
         starts, lengths = ids.offsets[:-1].index_select(0, at), ids.lengths.index_select(0, at)
         x = take_ranges(ids.values, ids.weights, starts, lengths, ids.capacity)
-        mine = inverse[:, i] - _column(counts, ids.inverse) * i
+        mine = inverse[:, i] - _column(counts, whole) * i
         parts.append(KeyedJaggedTensor(x.values, x.offsets, x.weights, mine, ids.keys, strides, ids.unweighted))
     return parts
 
@@ -41,9 +42,10 @@ def join_examples(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     in_order = lambda xs: torch.cat([y for key in zip(*(x.split(counts) for x in xs), strict=True) for y in key] or xs)
     starts = in_order([p.offsets[:-1] + i * first.capacity for i, p in enumerate(parts)])
     values = torch.cat([p.values for p in parts])
-    weights = None if first.weights is None else torch.cat([p.weights for p in parts])
+    weights = None if first.weights is None else torch.cat([sure(p.weights) for p in parts])
     out = take_ranges(values, weights, starts, in_order([p.lengths for p in parts]), values.shape[0])
-    inverse = torch.cat([p.inverse + _column(counts, p.inverse) * i for i, p in enumerate(parts)], 1)
+    inverses = [sure(p.inverse) for p in parts]
+    inverse = torch.cat([x + _column(counts, x) * i for i, x in enumerate(inverses)], 1)
     strides = None if are_equal(counts) else tuple(c * n for c in counts)
     return KeyedJaggedTensor(out.values, out.offsets, out.weights, inverse, first.keys, strides, first.unweighted)
 

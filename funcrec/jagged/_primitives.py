@@ -48,10 +48,10 @@ class _Map(NamedTuple):
     def run(self, x: Tensor, *ints: Tensor) -> Tensor:
         if self.name in ("bag_sums", "bag_spread"):
             flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
-            out = (_sums if self.name == "bag_sums" else _spread)(flat, *ints, self.size, self.implementation)
+            out = (_sums if self.name == "bag_sums" else _spread)(flat, ints[0], self.size, self.implementation)
             return out.reshape(out.shape[0], *x.shape[1:])
         if self.name == "bag_pick":
-            return _pick(x, *ints, self.fill)
+            return _pick(x, ints[0], ints[1], self.fill)
         if self.name == "bag_put":
             return _operation("bag_extrema_transpose", self.implementation)(x, *ints, self.size)
         fill = (self.fill,) if self.name == "to_padded" else ()

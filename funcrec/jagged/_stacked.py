@@ -31,7 +31,7 @@ def ranges_of_parts(x: Any, n: int) -> Ranges:
     """
     keys = len(x.keys) if isinstance(x, KeyedJaggedTensor) else 1
     starts, lengths = x.offsets[:-1], x.lengths
-    if getattr(x, "inverse", None) is not None:
+    if isinstance(x, KeyedJaggedTensor) and x.inverse is not None:
         first = torch.tensor([x.bag_range(k)[0] for k in x.keys], device=x.offsets.device)
         counts = torch.tensor([x.bags_of(k) for k in x.keys], device=x.offsets.device)
         is_bag = (x.inverse >= 0) & (x.inverse < counts[:, None])

@@ -7,12 +7,12 @@ Shapes: N ids, R rows, M places of a turnover.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Problem, Size, check, describe, own_errors, pytree, replace, typed
+from funcrec.core import Form, Problem, Size, check, describe, own_errors, pytree, replace, sure, typed
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 from funcrec.kernels import ops
 from funcrec.kernels.reference_vocabulary import LOWER, halves
@@ -186,7 +186,7 @@ def expire(vocabulary: Vocabulary) -> tuple[Vocabulary, Turnover]:
     check("funcrec.expire", vocabulary_problems(vocabulary), ttl_problems(vocabulary))
     tags, entries = vocabulary.tags, vocabulary.entries
     age = (vocabulary.now - halves(entries[:, 1])[0]) & LOWER
-    gone = (tags != 0) & (age > vocabulary.ttl)
+    gone = (tags != 0) & (age > sure(vocabulary.ttl))
     order = (~gone).to(torch.uint8).argsort(dim=0, stable=True)
     evicted, none = gone[order], torch.zeros((), dtype=torch.int64, device=tags.device)
     rows, old_ids = torch.where(evicted, order, -1), torch.where(evicted, entries[:, 0][order], 0)
@@ -244,7 +244,7 @@ def ttl_problems(vocabulary: Vocabulary) -> Iterator[Problem]:
                       "fr.vocabulary(capacity, ttl=1000)")  # fmt: skip
 
 
-def score_problems(x: object, age: Tensor) -> Iterator[Problem]:
+def score_problems(x: Any, age: Tensor) -> Iterator[Problem]:
     is_real = isinstance(x, Tensor) and not x.is_complex() and x.dtype != torch.bool
     if not is_real or x.shape != age.shape or x.device != age.device:
         need, hint = f"numbers {list(age.shape)}, a score for each row", "policy=lambda age, count: count - age"

@@ -3,9 +3,9 @@
 table f[R, D]  ->  u8[R, 4 + ceil(D · bits / 8)] for codes of 8, 4 or 2 bits; f16, bf16 or f32 [R, D] for 16 or 32
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 Form = tuple[str, int, int]  # (table, bits of a number, D), a static value
 
 
-def named_dtypes(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) -> dict[str, str]:
+def named_dtypes(tables: Collection[str], dtype: str | Mapping[str, str]) -> dict[str, str]:
     """Return {table: the name of its dtype}, from one dtype for all tables or a dtype for each."""
     return {n: dtype if isinstance(dtype, str) else dtype[n] for n in tables}
 
@@ -33,7 +33,7 @@ def bits_of(dtype: str) -> int:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def dtype_problems(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) -> Iterator[Problem]:
+def dtype_problems(tables: Collection[str], dtype: str | Mapping[str, str]) -> Iterator[Problem]:
     """Yield problems if a dict of dtypes lacks a table, or names a table that is absent."""
     if isinstance(dtype, str):
         return
@@ -43,7 +43,7 @@ def dtype_problems(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) ->
 
 
 def is_form(form: object) -> bool:
-    is_count = lambda n: isinstance(n, Integral) and not isinstance(n, bool) and n >= 0
+    is_count = lambda n: isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0
     return isinstance(form, tuple) and len(form) == 3 and isinstance(form[0], str) and all(map(is_count, form[1:]))
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import mix
+from funcrec.core import mix, sure
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 from funcrec.kernels import ops
 from funcrec.kernels.reference_vocabulary import bucket_of
@@ -31,8 +31,8 @@ def columns_of(features: Sequence[FeatureConfig]) -> dict[str, int | None]:
     """Return {column: the most ids of a bag that one of the features reads, or None}."""
     out: dict[str, int | None] = {}
     for f in features:
-        both = out.get(f.key, 0), f.max_length
-        out[f.key] = None if None in both else max(both)
+        before = out.get(f.key, 0)
+        out[f.key] = None if before is None or f.max_length is None else max(before, f.max_length)
     return out
 
 
@@ -90,7 +90,7 @@ def admit_columns(vocabularies: Sequence[Vocabulary], given: Buffers) -> tuple[l
     """Return the vocabularies after a step, its new rows, and numbers i64[V, 4] of distinct ids: admitted, evicted,
     found, refused."""
     how, state = [admission_of(v) for v in vocabularies], [x for v in vocabularies for x in timed_state_of(v)]
-    scores = [scores_of(v, v.now + 1) for v in vocabularies if callable(v.policy)]
+    scores = [sure(scores_of(v, v.now + 1)) for v in vocabularies if callable(v.policy)]
     choice = ops.available("admit_columns", vocabularies[0].tags.device)
     found = ops.admit_columns(state, scores, *given[:2], how, given.bags, implementation=choice)
     after = iter(ops.settle_columns(state, *given[:2], found, how, given.bags, implementation=choice))
@@ -130,7 +130,7 @@ def known(seen: Seen | None) -> Iterator[None]:
         KNOWN.reset(before)
 
 
-def known_rows(vocabularies: Sequence[Vocabulary], ids: KeyedJaggedTensor, columns: Sequence[Columns]) -> Tensor | None:
+def known_rows(vocabularies: Sequence[Any], ids: KeyedJaggedTensor, columns: Sequence[Columns]) -> Tensor | None:
     """Return what `find_columns` returns, if the running step admitted these very ids to these vocabularies."""
     seen = KNOWN.get()
     if seen is None:
@@ -139,7 +139,7 @@ def known_rows(vocabularies: Sequence[Vocabulary], ids: KeyedJaggedTensor, colum
     buffer, numbers = place_in(seen.given.ids, ids.values), [place_in(seen.entries, v.entries) for v in vocabularies]
     if buffer is None or seen.given.offsets[buffer] is not ids.offsets or None in numbers:
         return None
-    read = [c for v, own in zip(numbers, columns, strict=True) for c in bags_in(ids, own, v, buffer)]
+    read = [c for v, own in zip(numbers, columns, strict=True) for c in bags_in(ids, own, sure(v), buffer)]
     if not {*seen.given.bags}.issuperset(read):
         return None
     begin = sum(map(len, seen.given.ids[:buffer]))
@@ -175,7 +175,7 @@ def changed_slots(vocabularies: Sequence[Vocabulary], seen: Seen) -> list[tuple[
         buckets = None
         if v.sketch is not None:
             of_all = seen.buckets[i] if seen.buckets else 0
-            buckets = torch.where(is_own & seen.missed, bucket_of(mix(ids ^ v.salt), v.capacity, of_all), -1)
+            buckets = torch.where(is_own & sure(seen.missed), bucket_of(mix(ids ^ v.salt), v.capacity, of_all), -1)
         out.append((torch.where(is_own, seen.rows, -1), buckets))
     return out
 

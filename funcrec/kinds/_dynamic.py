@@ -15,6 +15,7 @@ from torch import Tensor
 
 from funcrec.core import (
     Key,
+    Named,
     Problem,
     check,
     describe,
@@ -85,7 +86,7 @@ class First(NamedTuple):
 
 @mapping(lambda dynamic: dynamic.tables, "part")
 @pytree(static=("columns", "first"))
-class DynamicTables:
+class DynamicTables(Named[Any]):
     """Tables whose rows belong to the ids of vocabularies. `dynamic_tables` makes them, and lookups take ids.
 
     Args:
@@ -165,7 +166,7 @@ def dynamic_tables(
     random.check_key("funcrec.dynamic_tables", key)
     columns = tuple((c, n, k) for n, config in vocabularies.items() for c, k in columns_of(config.features).items())
     first = tuple(
-        tuple(First(t.name, n, t.initializer.kind, t.initializer.scale))
+        (t.name, n, t.initializer.kind, t.initializer.scale)
         for n, config in vocabularies.items()
         for t in config.tables
     )
@@ -179,7 +180,7 @@ def configs_of(
     """Return the configs of the tables that follow a vocabulary. forms: {table: (its shape, its dtype)}."""
     check("funcrec.train_step", follow_problems(dynamic, {n: shape[0] for n, (shape, _) in forms.items()}))
     following = [x for x in map(First._make, dynamic.first) if x.vocabulary == vocabulary]
-    as_config = lambda x, shape, dtype: TableConfig(x.table, *shape, dtype, Initializer(x.kind, x.scale))
+    as_config = lambda x, shape, dtype: TableConfig(x.table, shape[0], shape[1], dtype, Initializer(x.kind, x.scale))
     return [as_config(x, *forms[x.table]) for x in following]
 
 
@@ -219,8 +220,8 @@ def quantized(dynamic: DynamicTables, dtypes: Any, key: Any) -> DynamicTables:
 def shapes_of(dynamic: DynamicTables, held: Mapping[str, tuple[int, int]] | None = None) -> dict[str, tuple[int, int]]:
     """Return {table: its shape}. A table whose rows are in a store has the rows of the store. held: the shapes in
     memory."""
-    rows, held = {x[0]: int(x[3]) for x in dynamic.first if x[2] == STORED}, held or table_shapes(dynamic.tables)
-    return {n: (rows.get(n, shape[0]), *shape[1:]) for n, shape in held.items()}
+    rows = {x[0]: int(x[3]) for x in dynamic.first if x[2] == STORED and x[3] is not None}
+    return {n: (rows.get(n, num), dim) for n, (num, dim) in (held or table_shapes(dynamic.tables)).items()}
 
 
 KINDS[DynamicTables] = Kind(
@@ -289,7 +290,7 @@ def follow_problems(dynamic: DynamicTables, sizes: Mapping[str, int]) -> Iterato
             yield Problem(f"table {x.table!r} does not follow its vocabulary.", got, need, hint)
 
 
-def owner_problems(vocabularies: Mapping[str, VocabularyConfig]) -> Iterator[Problem]:
+def owner_problems(vocabularies: Mapping[str, Any]) -> Iterator[Problem]:
     """Report columns and tables that belong to two vocabularies, and vocabularies without any."""
     owners: dict[tuple[str, str], str] = {}
     for name, config in vocabularies.items():

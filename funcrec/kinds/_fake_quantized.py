@@ -17,12 +17,26 @@ quantization" (ICLR 2020, arXiv:1902.08153), equations 1 to 3 and section 2.2.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Key, Problem, any_tracked, check, describe, fail, is_forward, mapping, pytree, replace, typed
+from funcrec.core import (
+    Key,
+    Named,
+    Problem,
+    any_tracked,
+    check,
+    describe,
+    fail,
+    is_forward,
+    mapping,
+    pytree,
+    replace,
+    sure,
+    typed,
+)
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels.forms import Feature
 from funcrec.kinds._codes import CODES, Dtype, dtype_problems, named_dtypes
@@ -51,7 +65,7 @@ SCALE = ".scale"  # suffix of the part that holds a table's scales
 
 @mapping(lambda fake: parts_of(fake), "part")
 @pytree(static=("dtypes",), optional=("rounding",))
-class FakeQuantizedTables:
+class FakeQuantizedTables(Named[Any]):
     """Float tables that are read as codes. `fake_quantize` returns them.
 
     Optimizers update its parts: the tables and, if scales are learned, `scales`.
@@ -139,7 +153,7 @@ def fake_quantize(
     dtypes = named_dtypes(names, dtype)
     if kind_of_tables(tables).faked:
         check(call, faked_problems(tables, dtypes, scales))
-        return FakeQuantizedTables(tables, {}, tuple(dtypes.items()), key)
+        return FakeQuantizedTables(cast(Any, tables), {}, tuple(dtypes.items()), key)  # of a kind that is no dict
     if scales == "row":
         return FakeQuantizedTables(dict(tables), {}, tuple(dtypes.items()), key)
     check(call, learned_problems(tables, key))
@@ -162,7 +176,7 @@ def read_fake(
     check("funcrec.lookup", part_problems(tables.tables, tables.scales, tables.dtypes))
     if faked := kind_of_tables(tables.tables).faked:
         return faked.read(tables, ids, features, implementation)
-    shapes = {n: tuple(t.shape) for n, t in tables.tables.items()}
+    shapes = {n: (t.shape[0], t.shape[1]) for n, t in tables.tables.items()}
     gather = lambda table, rows: rounded_rows(tables, table, rows, implementation)
     if features[0].pooling == "none":
         read = sequences_read(gather, ids, features, shapes)
@@ -186,7 +200,8 @@ def pooled(
     places = torch.cat([torch.arange(x.capacity, device=offsets.device) for x in bags])
     weights = None
     if any(f.weighted for f in features):
-        own = lambda x: torch.ones_like(x.values, dtype=ids.weights.dtype) if x.weights is None else x.weights
+        dtype = sure(ids.weights).dtype
+        own = lambda x: torch.ones_like(x.values, dtype=dtype) if x.weights is None else x.weights
         weights = torch.cat(list(map(own, bags)))
     column, told, num_bags = 0, [], bags[0].num_bags
     for i, f in enumerate(features):
@@ -241,7 +256,8 @@ def quantize_fake(tables: FakeQuantizedTables, dtype: Any, key: Tensor | None) -
         got, need = f"{dtype!r}; the tables have {dict(tables.dtypes)}", "None, for their own"
         fail("funcrec.quantize", "`dtype` is that of tables with one.", got=got, need=need, hint="fr.quantize(tables)")
     check("funcrec.quantize", part_problems(tables.tables, tables.scales, tables.dtypes))
-    q = quantize(tables.tables, dict(tables.dtypes), key=tables.rounding if key is None else key)
+    own = cast(dict[str, Dtype], dict(tables.dtypes))
+    q = quantize(tables.tables, own, key=tables.rounding if key is None else key)
     if not tables.scales:
         return q
     learned = {n: learned_codes(t, tables.scales[n + SCALE], CODES[dtype]) for (n, dtype), t in
@@ -301,7 +317,7 @@ def fake_problems(tables: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def faked_problems(tables: Any, dtypes: Mapping[str, str], scales: str) -> Iterator[Problem]:
-    yield from kind_of_tables(tables).faked.problems(tables, dtypes)
+    yield from sure(kind_of_tables(tables).faked).problems(tables, dtypes)
     if scales == "learned":
         got, hint = describe(tables), 'scales="row"; or learned ones in one process, placed by fr.quantize at the end'
         yield Problem("learned scales belong to plain tables.", got, "{name: f[R, D]}", hint, TypeError)

@@ -15,6 +15,7 @@ from torch import Tensor
 from funcrec.core import (
     RETYPED,
     Key,
+    Named,
     Problem,
     any_tracked,
     check,
@@ -24,6 +25,7 @@ from funcrec.core import (
     mapping,
     pytree,
     replace,
+    sure,
     tree_leaves,
     typed,
 )
@@ -52,7 +54,7 @@ from funcrec.tables import (
 
 @mapping(lambda q: q.tables, "table")
 @pytree(static=("forms",))
-class QuantizedTables:
+class QuantizedTables(Named[Tensor]):
     """Tables as codes of 8, 4 or 2 bits, or as floats of 16 or 32 bits. `quantize` returns them, and lookups read them.
 
     They are read, and not trained. `value_and_grad` accepts them in its params. `fake_quantize` trains tables for them.
@@ -189,7 +191,7 @@ def quantize(
         )  # fmt: skip
     if not is_plain(tables):
         check(call, kind_problems(tables))
-        return kind_of_tables(tables).quantized(tables, dtype, key)
+        return sure(kind_of_tables(tables).quantized)(tables, dtype, key)
     dtype = "int8" if dtype is None else dtype
     check(call, dtype_problems(tables, dtype), table_tensor_problems(tables))
     check(call, row_problems(tables))

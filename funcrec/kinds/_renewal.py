@@ -7,7 +7,7 @@ row, or on the step in which it came. Shapes: R rows, D dim, M entries of a turn
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ def with_new_rows(
     has_equal_slots = getattr(optimizer, "has_equal_slots", False)
     for i, (vocabulary, config) in enumerate(configs):
         name, dim, own = config.name, config.embedding_dim, new.of(vocabulary)
-        kind, scale = draw_of(config.initializer, config.num_embeddings, dim)
+        kind, scale = draw_of(cast(Initializer, config.initializer), config.num_embeddings, dim)
         at.append((new_tables, name, add(tables[name], kind, scale, dim=dim, key=i, **own)))
         form = (optimizer.label(name), dim, config.dtype) if has_equal_slots else (name,)
         if form not in alike:

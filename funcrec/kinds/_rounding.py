@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from funcrec.core import GAMMA, fail, one_level_below
+from funcrec.core import GAMMA, fail, one_level_below, sure
 from funcrec.kernels import ops
 from funcrec.kernels.reference_quantized import packed
 from funcrec.kinds._codes import CODES, FLOATS
@@ -32,7 +32,7 @@ def as_stored(x: Tensor, dtype: str, *keys: Tensor) -> Tensor:
 def row_keys(key: Tensor | None, table: str, rows: Tensor, dim: int) -> tuple[Tensor, ...]:
     """Return (keys i64[N],), or () without a key. With them, rows in a copy are rounded as `quantize` rounds them in
     the table."""
-    return () if key is None else (table_key(key, table) + rows.long() * -(-dim // 4) * GAMMA,)
+    return () if key is None else (sure(table_key(key, table)) + rows.long() * -(-dim // 4) * GAMMA,)
 
 
 class StraightThrough(torch.autograd.Function):

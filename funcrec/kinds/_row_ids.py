@@ -12,7 +12,6 @@ from torch import Tensor
 
 from funcrec.core import replace
 from funcrec.kernels import ops
-from funcrec.kernels.forms import Terms
 from funcrec.kinds._dynamic import DynamicTables
 from funcrec.kinds._vocabulary_shards import ids_on_ranks, is_shard
 from funcrec.tables import BEHIND, RowGrads, origin_of, terms_of
@@ -22,8 +21,9 @@ HALF = torch.float16, torch.bfloat16  # the dtypes that are rounded at random
 
 def with_ids(grads: Mapping[str, RowGrads], tables: object) -> dict[str, RowGrads]:
     """Return the gradients, with the ids of their rows as origin where a vocabulary says them and 16 bits need them."""
-    names = [x[0] for x in tables.first if x[0] in grads] if isinstance(tables, DynamicTables) else []
-    names = [n for n in names if tables.tables[n].dtype in HALF]
+    if not isinstance(tables, DynamicTables):
+        return dict(grads)
+    names = [x[0] for x in tables.first if x[0] in grads and tables.tables[x[0]].dtype in HALF]
     if not names:
         return dict(grads)
     touched = touched_rows([grads[n] for n in names])
@@ -37,10 +37,10 @@ def with_ids(grads: Mapping[str, RowGrads], tables: object) -> dict[str, RowGrad
 def touched_rows(grads: Sequence[RowGrads]) -> list[Tensor]:
     """Return the distinct rows of each gradient, i64[M], ascending; -1 in places without one."""
     own = [g for g in grads if not g.coalesced]
-    d, *rest, segments = terms_of(own)
+    terms = terms_of(own)
     # One column of each sum says which rows there are.
-    narrow = [s._replace(column=0) for s in segments]
-    terms = Terms([x[:, :1].detach() for x in d], *rest, narrow)
+    narrow = [s._replace(column=0) for s in terms.segments]
+    terms = terms._replace(d=[x[:, :1].detach() for x in terms.d], segments=narrow)
     summed = iter(ops.coalesce(terms, [(g.num_embeddings, 1) for g in own]) if own else ())
     return [torch.where(g.valid, g.rows, -1) if g.coalesced else next(summed)[0] for g in grads]
 

@@ -8,7 +8,7 @@ Shapes: N ids, R rows, B = R / 128 buckets.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 from funcrec.kernels import ops
 from funcrec.kernels.vocabulary import DISTANCE_LFU, LFU, LRU, SLOTS
 
-POLICIES = {"lru": LRU, "lfu": LFU, "distance_lfu": DISTANCE_LFU}
+POLICIES: dict[Any, int] = {"lru": LRU, "lfu": LFU, "distance_lfu": DISTANCE_LFU}
 MOST_ROWS, MOST_COUNT = 2**37, 255  # the most rows, and the most that the sketch can count
 Policy = Literal["lru", "lfu", "distance_lfu"] | Callable
 Ids = Annotated[Tensor, Form("i[N]")] | JaggedTensor | KeyedJaggedTensor
@@ -63,7 +63,7 @@ class Vocabulary:
     @property
     def num_shared(self) -> int:
         """Return the number of rows that unknown ids share."""
-        return 0 if self.unknown == "zeros" else self.unknown
+        return self.unknown if isinstance(self.unknown, int) else 0
 
     @property
     def num_embeddings(self) -> int:
@@ -136,6 +136,12 @@ def vocabulary(
     return Vocabulary(bytes_of(), zeros(num_rows, 2), zeros(), sketch, policy, ttl, admit, unknown, seed)
 
 
+@overload
+def find(vocabulary: Vocabulary, ids: Tensor) -> Tensor: ...
+@overload
+def find(vocabulary: Vocabulary, ids: JaggedTensor) -> JaggedTensor: ...
+@overload
+def find(vocabulary: Vocabulary, ids: KeyedJaggedTensor) -> KeyedJaggedTensor: ...
 @typed
 def find(vocabulary: Vocabulary, ids: Ids) -> Tensor | JaggedTensor | KeyedJaggedTensor:
     """Return the row of each id, i64[N], or the bags with rows in place of ids. The vocabulary does not change.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, mix, replace, typed
+from funcrec.core import Problem, check, describe, mix, replace, sure, typed
 from funcrec.kernels.reference_vocabulary import LOWER, bucket_of, halves, order_by, score_of, tag_of, unsigned
 from funcrec.kernels.vocabulary import SLOTS
 from funcrec.kinds._admission import scores_at
@@ -84,8 +84,8 @@ def vocabulary_of(empty: Vocabulary, items: Mapping[str, Tensor]) -> tuple[Vocab
     by_id = order_by(-counts, ages, unsigned(h), place >= items["count"])
     again = (h[by_id] == h[by_id].roll(1)) & (place > 0)
     listed = torch.zeros_like(again).scatter(0, by_id, (place < items["count"]) & ~again)
-    known = POLICIES.get(empty.policy)
-    score = scores_at(empty.policy, ages, counts) if known is None else score_of(known, ages, counts, ages)
+    policy = empty.policy
+    score = scores_at(policy, ages, counts) if callable(policy) else score_of(POLICIES[policy], ages, counts, ages)
     bucket, is_old = bucket_of(h, num_rows), torch.zeros_like(listed) if empty.ttl is None else ages > empty.ttl
     score = torch.where(is_old, 0, score)
     order = order_by(unsigned(h), ages, ~score, is_old, bucket, ~listed)  # ~score descends; -score may overflow
@@ -109,5 +109,7 @@ def item_problems(items: Mapping[str, Tensor], empty: Vocabulary) -> Iterator[Pr
     for name, dims in {"ids": 1, "ages": 1, "counts": 1, "count": 0, "now": 0}.items():
         x, need = items.get(name), "i64[L], as long as `ids`" if dims else "i64[]"
         fits = isinstance(x, Tensor) and x.dtype == torch.int64 and x.dim() == dims and x.device == empty.tags.device
-        if not fits or (dims and isinstance(items["ids"], Tensor) and x.shape != items["ids"].shape):
+        ids = items.get("ids")
+        same = ids.shape if dims and isinstance(ids, Tensor) else None
+        if not fits or same not in (None, sure(x).shape):
             yield Problem(f"`items[{name!r}]` does not fit.", describe(x), need, "fr.vocabulary_items(vocabulary)")

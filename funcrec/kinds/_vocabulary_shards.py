@@ -11,7 +11,7 @@ Shapes: N ids, R rows of a vocabulary, V vocabularies, n ranks, C places for the
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -77,18 +77,18 @@ class VocabularyShard:
         return f"VocabularyShard({repr(self.own).partition('(')[2][:-1]} of {self.num_rows}, axes={self.axes})"
 
 
-def is_shard(x: Any) -> bool:
+def is_shard(x: Any) -> TypeGuard[VocabularyShard]:
     return isinstance(x, VocabularyShard)
 
 
-def is_cut(vocabularies: Iterable[Any]) -> bool:
+def is_cut(vocabularies: Iterable[Any]) -> TypeGuard[Sequence[VocabularyShard]]:
     """Return whether a rank has a part of each vocabulary."""
     return any(map(is_shard, vocabularies))
 
 
 def here(vocabulary: Vocabulary | VocabularyShard) -> Vocabulary:
     """Return the part of a vocabulary that this rank has."""
-    return vocabulary.own if is_shard(vocabulary) else vocabulary
+    return vocabulary.own if isinstance(vocabulary, VocabularyShard) else vocabulary
 
 
 # -- outside of a mesh -------------------------------------------------------------------------------------------
@@ -253,7 +253,8 @@ def admit_on_ranks(
     rows = sent.answered([s.as_whole(x) for s, x in zip(shards, each, strict=True)])
     whole = put_rows(places, rows, torch.full_like(torch.cat(given.ids), -1, dtype=torch.int64))
     entries = [s.entries for s in after]
-    got = Seen(Buffers(sent.got, offsets, bags), *found[:2], entries, [s.num_rows // SLOTS for s in shards])
+    buckets = [s.num_rows // SLOTS for s in shards]
+    got = Seen(Buffers(sent.got, offsets, bags), found[0], found[1], entries, buckets)
     seen = Seen(given, whole, None, entries, sent=got)
     new, numbers = new_rows(shards, [x.shape[0] for x in sent.got], found, followed)
     return after, new._replace(seen=seen), numbers

@@ -139,7 +139,7 @@ class _FullSoftmax(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, d_hidden, d_items, *no_tangents):
-        rule = lambda tensors, tangents: tangent_of(*tensors, *tangents, ctx.chunk)
+        rule = lambda x, d: tangent_of(x[0], x[1], x[2], d[0], d[1], ctx.chunk)
         return one_level_below(rule, ctx.saved_tensors, [d_hidden, d_items])
 
     @staticmethod

@@ -15,7 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, Form, PositiveMagnitude, Problem, Scalar, UnitInterval, check, describe, or_nan, typed
+from funcrec.core import (
+    Count,
+    Form,
+    PositiveMagnitude,
+    Problem,
+    Scalar,
+    UnitInterval,
+    check,
+    describe,
+    or_nan,
+    sure,
+    typed,
+)
 from funcrec.losses._classes import log_q_problems
 from funcrec.losses._mean import Reduction, reduce, weight_problems
 from funcrec.tables import blank_padding
@@ -23,8 +35,10 @@ from funcrec.tables import blank_padding
 Vectors = Annotated[Tensor, Form("f[N, D]")]
 Weights = Annotated[Tensor, Form("f[N]")] | None
 Negatives = Annotated[Tensor, Form("f[...]")]  # f[K, D] for all queries, or f[N, K, D]
-LogQ, NegativeLogQ = Annotated[Tensor, Form("f[N]")], Annotated[Tensor, Form("f[...]")]
-Ids, NegativeIds = Annotated[Tensor, Form("i[N]")], Annotated[Tensor, Form("i[...]")]
+LogQ = Annotated[Tensor, Form("f[N]")]
+NegativeLogQ = Annotated[Tensor, Form("f[...]")]
+Ids = Annotated[Tensor, Form("i[N]")]
+NegativeIds = Annotated[Tensor, Form("i[...]")]
 
 
 @typed(needs={
@@ -82,7 +96,7 @@ def sampled_softmax(
     own, others = scores(query, candidate, negatives, weight, candidate_ids, negative_ids, temperature)
     if log_q is not None:
         own = own - chances(blank_padding(log_q, weight))
-        others = others - chances(negative_log_q)
+        others = others - chances(sure(negative_log_q))
     loss = -torch.log_softmax(torch.cat([own[:, None], others], 1), 1)[:, 0]
     return reduce(loss.to(query.dtype), weight, reduction)
 

@@ -63,7 +63,7 @@ def _loss_of_tasks(
     return torch.stack(terms).sum(0)
 
 
-def task_problems(losses: Sequence[Callable], weights: Sequence[float] | None) -> Iterator[Problem]:
+def task_problems(losses: Sequence[Callable], weights: Sequence[float | Tensor] | None) -> Iterator[Problem]:
     for t, loss in enumerate(losses):
         if not takes_reduction(loss):
             name, need = getattr(loss, "__name__", type(loss).__name__), "(predictions, label, weight, *, reduction)"

@@ -6,7 +6,7 @@ Shapes: B examples, C classes.
 """
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def _of_rank(name: str, k: int) -> Metric:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def logit_problems(predictions: object) -> Iterator[Problem]:
+def logit_problems(predictions: Any) -> Iterator[Problem]:
     hint = "the logits, not their argmax"
     found = (p._replace(hint=hint) for p in LOGITS.find("predictions", predictions))
     if not (yield from reported(found)) and not predictions.shape[1]:

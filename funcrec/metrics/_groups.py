@@ -6,6 +6,7 @@ Groups that have no value are left out. Shapes: B examples.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ def total_of(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _runs(
-    name: str, scores: Tensor, labels: object, weights: Tensor | None, equal: object, *, descending: bool
+    name: str, scores: Tensor, labels: Any, weights: Tensor | None, equal: Any, *, descending: bool
 ) -> tuple[Tensor, ...]:
     """Return (y, w, run, group, the group of each run) of the examples in the order of groups and scores.
 
@@ -149,7 +150,7 @@ def _within(before: Tensor, totals: Tensor, group: Tensor) -> Tensor:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def pair_problems(labels: object, scores: object) -> Iterator[Problem]:
+def pair_problems(labels: Any, scores: Any) -> Iterator[Problem]:
     """Report labels that are not a pair of labels and groups."""
     is_pair = isinstance(labels, tuple | list) and len(labels) == 2 and all(isinstance(x, Tensor) for x in labels)
     need, hint = "([B] labels, i[B] groups)", "(batch.label, users)"

@@ -6,6 +6,7 @@ Scores of one bin count as ties. Shapes: B examples.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from funcrec.metrics._metric import Metric, as_doubles
 LOGIT_RANGE = 16.0  # range of the bins; f32 probabilities end near ±16
 
 
-def histogram(name: str, num_bins: int, from_logits: bool, compute: Callable[[Tensor, Tensor], Tensor]) -> Metric:
+def histogram(name: str, num_bins: int, from_logits: bool, compute: Callable[[Tensor, Tensor], Any]) -> Metric:
     """Return a metric: compute(weights of the negative, of the positive examples in each bin), lowest scores first."""
 
     def init(device=None):

@@ -188,7 +188,7 @@ def example_problems(
             yield Problem(f"`{other}` are on another device.", describe(x), f"device {predictions.device}")
         elif other == "labels":
             allowed = "finite labels" if of_labels == FINITE else f"labels in [{of_labels[0]:g}, {of_labels[1]:g}]"
-            yield from range_problems(x, other, *of_labels, allowed, weights)
+            yield from range_problems(x, other, of_labels[0], of_labels[1], allowed, weights)
         else:
             yield from range_problems(x, other, 0, sys.float_info.max, "finite weights >= 0")
     need = "probabilities in [0, 1], no NaN" if from_logits is False else "numbers, no NaN"

@@ -9,7 +9,7 @@ Shapes: B lists, K rows in each, N relevant rows in all lists together, R rows o
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -218,7 +218,7 @@ def hits_of(rows: Tensor, relevant: JaggedTensor) -> tuple[Tensor, Tensor]:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def list_problems(predictions: object, labels: object, weights: object) -> Iterator[Problem]:
+def list_problems(predictions: Any, labels: Any, weights: Any) -> Iterator[Problem]:
     hint = "fr.top_k(...)[1]"
     if (yield from reported(p._replace(hint=hint) for p in LISTS.find("predictions", predictions))):
         return

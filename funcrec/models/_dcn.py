@@ -150,8 +150,9 @@ def mlperf_dlrm_dcnv2(max_rows: Count | None = None, *, embedding_dim: Count = 1
     """
     tables, features = [], []
     for i, (rows, length) in enumerate(zip(MLPERF_ROWS, MLPERF_IDS_PER_BAG, strict=True)):
-        cut = max_rows is not None and max_rows < rows
-        tables.append(TableConfig(f"t_cat_{i}", max_rows if cut else rows, embedding_dim))
+        kept = rows if max_rows is None else min(max_rows, rows)
+        cut = kept < rows
+        tables.append(TableConfig(f"t_cat_{i}", kept, embedding_dim))
         features.append(
             FeatureConfig(f"cat_{i}", table=f"t_cat_{i}", max_length=length, hash=modulo() if cut else None)
         )

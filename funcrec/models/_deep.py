@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Share, Size, Sizes, check, random, remade, typed
+from funcrec.core import Share, Size, Sizes, check, random, remade, sure, typed
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part, used
 from funcrec.models._shallow import first_order
 from funcrec.nn import Layer
@@ -129,7 +129,9 @@ def run(
     layer: Layer, params: Any, x: Tensor, key: Tensor | None, stats: Any = (), mask: Tensor | None = None
 ) -> tuple[Tensor, Any]:
     """Return the output and the statistics of a stack of layers, in evaluation without a key, else in training."""
-    return (layer.apply(params, x, stats), stats) if key is None else layer.train_apply(params, x, key, stats, mask)
+    if key is None:
+        return layer.apply(params, x, stats), stats
+    return sure(layer.train_apply)(params, x, key, stats, mask)
 
 
 def with_dense(x: Tensor, batch: Batch) -> Tensor:

@@ -32,6 +32,7 @@ from funcrec.core import (
     remade,
     replace,
     shown,
+    sure,
     typed,
     typed_fields,
 )
@@ -248,7 +249,7 @@ def ranker_loss(
     together = all_losses.multi_task(list(losses) * (count if len(losses) == 1 else 1), weights=weights)
 
     def loss_fn(params: Params, batch: Batch, *, key: Tensor | None = None):
-        random.check_key("funcrec.models.ranker_loss", key)
+        key = random.check_key("funcrec.models.ranker_loss", key)
         logits = model.train_apply(params, batch, key)
         label, weight = labels_of(batch, logits, count)
         value = together(logits.values, label, weight)
@@ -342,7 +343,8 @@ def _score(columns: Columns, layers: Layers, params: Params, history: History, b
 
 def _query(columns: Columns, layers: Layers, params: Params, batch: Batch) -> Tensor:
     history = _encode(columns, layers, params, batch)
-    return history.last if history.fits is None else torch.where(history.fits[:, None], history.last, torch.nan)
+    last = sure(history.last)
+    return last if history.fits is None else torch.where(history.fits[:, None], last, torch.nan)
 
 
 def _before(columns: Columns, layers: Layers, params: Params, batch: Batch) -> Positions:

@@ -72,7 +72,7 @@ def hstu(
     def run(params: dict[str, Any], bags: JaggedTensor, key: Tensor | None) -> JaggedTensor:
         first, *keys = (None,) * (layers + 1) if key is None else random.split(key, layers + 1)
         x = position.apply(params["position"], replace(bags, values=bags.values * math.sqrt(dim)))
-        x = x if key is None else replace(x, values=nn.dropout(x.values, first, dropout))
+        x = x if first is None else replace(x, values=nn.dropout(x.values, first, dropout))
         for own, k in zip(params["layers"], keys, strict=True):
             x = layer.apply(own, x) if k is None else layer.train_apply(own, x, k)[0]
         return replace(x, values=norm.apply(params["norm"], x.values))

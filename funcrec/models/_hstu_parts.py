@@ -55,7 +55,7 @@ class Positions(NamedTuple):
     fits: Tensor | None
 
 
-def tower(num_in: int, hidden: int, num_out: int, normed: bool = True) -> Layer:
+def tower(num_in: int, hidden: int, num_out: int, normed: bool = True) -> Layer[Tensor]:
     """Return a layer of linear, swish layer norm, linear and layer norm. Without `normed` there is no layer norm at the
     end."""
     stages = [nn.linear(num_in, hidden), nn.swish_layer_norm(hidden), nn.linear(hidden, num_out)]
@@ -148,8 +148,10 @@ def history_of(columns: Columns, layers: Layers, params: Params, batch: Batch) -
         actions, bounds = column(batch, columns.action, bags, most)
         x = x + action_vectors(columns, layers, part(params.dense, "action"), actions)
         offsets.append(bounds)
-    times, bounds = column(batch, columns.time, bags, most) if columns.time else (None, None)
-    offsets += [] if times is None else [bounds]
+    times = None
+    if columns.time:
+        times, bounds = column(batch, columns.time, bags, most)
+        offsets.append(bounds)
     return Positions(JaggedTensor(x, bags.offsets), times, fit(offsets))
 
 

@@ -26,6 +26,7 @@ from funcrec.core import (
     reduced,
     reported,
     shown,
+    sure,
     tree_leaves,
     tree_structure,
     typed,
@@ -122,7 +123,7 @@ def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable[...
     """
 
     def loss_fn(params: Params, batch: Batch, *, key: Tensor | None = None):  # a missing key is an error of four parts
-        random.check_key("funcrec.models.loss", key)
+        key = random.check_key("funcrec.models.loss", key)
         logits, stats = model.train_apply(params, batch, key)
         check("funcrec.models.loss", label_problems(batch.label))
         value = loss(logits, batch.label, batch.weight)
@@ -265,7 +266,7 @@ def without_padding(batch: Batch) -> Batch:
     ids, dense = batch.ids, None if batch.dense is None else blank_padding(batch.dense, batch.weight)
     if ids.weights is not None and ids.strides is None and ids.inverse is None and ids.num_bags:
         bags = bag_ids(ids.offsets, ids.capacity).clamp(max=len(ids.keys) * ids.num_bags - 1)
-        inside = used(batch).index_select(0, bags % ids.num_bags)
+        inside = sure(used(batch)).index_select(0, bags % ids.num_bags)
         ids = replace(ids, weights=torch.where(inside, ids.weights, 0))
     return replace(batch, ids=ids, dense=dense)
 
@@ -273,7 +274,7 @@ def without_padding(batch: Batch) -> Batch:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def check_configs(call: str, tables: object, features: object, linear: object = ()) -> None:
+def check_configs(call: str, tables: Any, features: Any, linear: Any = ()) -> None:
     """Raise unless the configs are pooled features of known tables, and first-order features of dim 1."""
     check(call, table_list_problems(tables), feature_list_problems(features), feature_list_problems(linear))
     every = (*features, *linear)
@@ -323,7 +324,7 @@ def equal_dim_problems(features: Sequence[FeatureConfig], tables: Sequence[Table
 PARAMS, BATCH = kind_of(Params), kind_of(Batch)
 
 
-def input_problems(params: object, batch: object, num_dense: int | None) -> Iterator[Problem]:
+def input_problems(params: object, batch: Any, num_dense: int | None) -> Iterator[Problem]:
     yield from PARAMS.find("params", params)
     if (yield from reported(BATCH.find("batch", batch))):
         return

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcrec import losses
-from funcrec.core import Count, PositiveMagnitude, Problem, UnitInterval, check, random, typed
+from funcrec.core import Count, PositiveMagnitude, Problem, UnitInterval, check, random, sure, typed
 from funcrec.jagged import JaggedTensor
 from funcrec.models._model import input_problems
 from funcrec.models._sequence import SequenceModel, history_of, listed_problems, looked_up, shifted
@@ -62,12 +62,13 @@ def next_item_loss(
 
     def drawn(params: Params, key: Tensor) -> tuple[Tensor, Tensor]:
         check(call, listed_problems(params.tables, history.table))
-        rows = random.shift_right(random.bits(key, (num_negatives,)), 1) % num_items
-        bag = JaggedTensor(rows, torch.tensor([0, num_negatives], device=rows.device))
+        count = sure(num_negatives)
+        rows = random.shift_right(random.bits(key, (count,)), 1) % num_items
+        bag = JaggedTensor(rows, torch.tensor([0, count], device=rows.device))
         return rows, looked_up(params.tables, history, bag).values
 
     def loss_fn(params: Params, batch: Batch, *, key: Tensor | None = None):  # a missing key is an error of four parts
-        random.check_key(call, key)
+        key = random.check_key(call, key)
         check(call, input_problems(params, batch, 0))
         for_model, for_draw = random.split(key)
         inputs, targets = shifted(history_of(batch, history), model.max_length)
@@ -78,7 +79,7 @@ def next_item_loss(
             return losses.full_softmax(h, model.items(params), targets.values, weight, **how)
         rows, negatives = drawn(params, for_draw)
         own, ids = looked_up(params.tables, history, targets).values, targets.values
-        given = {"candidate_ids": ids, "negative_ids": rows.to(ids.dtype)}
+        given: dict[str, Any] = {"candidate_ids": ids, "negative_ids": rows.to(ids.dtype)}
         if loss == "gbce":
             return losses.gbce(h, own, negatives, weight, num_items=num_items, calibration=calibration, **given)
         return losses.sampled_softmax(h, own, negatives, weight, temperature=temperature, **given)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Count, Share, random, remade, replace, typed
+from funcrec.core import Count, Share, random, remade, replace, sure, typed
 from funcrec.jagged import JaggedTensor
 from funcrec.models._sequence import SequenceModel, check_history, sequence_model
 from funcrec.nn import Layer
@@ -65,9 +65,9 @@ def sasrec(
     def run(params: dict[str, Any], bags: JaggedTensor, key: Tensor | None) -> JaggedTensor:
         first, *keys = (None,) * (blocks + 1) if key is None else random.split(key, blocks + 1)
         x = position.apply(params["position"], replace(bags, values=bags.values * math.sqrt(dim)))
-        x = x if key is None else replace(x, values=nn.dropout(x.values, first, dropout))
+        x = x if first is None else replace(x, values=nn.dropout(x.values, first, dropout))
         for layer, own, k in zip(layers, params["blocks"], keys, strict=True):
-            x = layer.apply(own, x) if k is None else layer.train_apply(own, x, k)[0]
+            x = layer.apply(own, x) if k is None else sure(layer.train_apply)(own, x, k)[0]
         return replace(x, values=norm.apply(params["norm"], x.values))
 
     encoder = Layer(init, lambda params, x: run(params, x, None), lambda params, x, key: (run(params, x, key), []))

@@ -13,7 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, describe, html_table, random, reduced, shown, tree_leaves, typed_fields
+from funcrec.core import (
+    Count,
+    Problem,
+    check,
+    describe,
+    html_table,
+    random,
+    reduced,
+    shown,
+    sure,
+    tree_leaves,
+    typed_fields,
+)
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, take_ranges
 from funcrec.models._model import input_problems
 from funcrec.nn import Layer
@@ -69,7 +81,7 @@ class SequenceModel(NamedTuple):
         return shown(self)
 
 
-def check_history(call: str, tables: object, history: object) -> None:
+def check_history(call: str, tables: Any, history: Any) -> None:
     """Raise unless `history` is a sequence of rows of one of the tables."""
     check(call, table_list_problems(tables), feature_list_problems((history,)))
     check(call, feature_table_problems((history,), tables), history_problems(history))
@@ -88,7 +100,7 @@ def sequence_model(
 
     def hidden(params: Params, bags: JaggedTensor, key: Tensor | None) -> JaggedTensor:
         x = looked_up(params.tables, history, latest(bags, max_length))
-        return encoder.apply(params.dense, x) if key is None else encoder.train_apply(params.dense, x, key)[0]
+        return encoder.apply(params.dense, x) if key is None else sure(encoder.train_apply)(params.dense, x, key)[0]
 
     def query(params: Params, batch: Batch) -> Tensor:
         check(f"{call}.query", input_problems(params, batch, 0))

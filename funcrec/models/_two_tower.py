@@ -113,7 +113,8 @@ def two_tower(
 
     def towers(params: Params, batch: Batch, key: Tensor | None) -> tuple[Tensor, Tensor]:
         keys = (None, None) if key is None else random.split(key)
-        return tuple(tower(name, params, batch, k) for name, k in zip(sides, keys, strict=True))
+        q, c = (tower(name, params, batch, k) for name, k in zip(sides, keys, strict=True))
+        return q, c
 
     def score(params: Params, batch: Batch, key: Tensor | None) -> tuple[Tensor, dict]:
         q, c = towers(params, batch, key)

@@ -17,7 +17,7 @@ from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 
 @remade
 @typed
-def batch_norm(dim: Count, *, momentum: UnitInterval = 0.1, eps: Magnitude = 1e-5) -> Layer:
+def batch_norm(dim: Count, *, momentum: UnitInterval = 0.1, eps: Magnitude = 1e-5) -> Layer[Tensor]:
     """Return a layer x f[B, dim] -> f[B, dim] that normalises each column over the batch.
 
     Returns:
@@ -71,7 +71,7 @@ def batch_norm(dim: Count, *, momentum: UnitInterval = 0.1, eps: Magnitude = 1e-
         mean = x.mean(0) if mask is None else x.sum(0) / count
         square = (x - mean).square()
         var = square.mean(0) if mask is None else torch.where(mask[:, None], square, 0).sum(0) / count
-        known = 1.0 if mask is None else (count > 1).to(x.dtype)
+        known = 1.0 if mask is None else torch.as_tensor(count > 1).to(x.dtype)
         new = {"mean": mean, "var": var * (count / (count - known))}
         mixed = {k: stats[k] + momentum * known * (new[k] - stats[k]) for k in ("mean", "var")}
         return normalise(params, x, mean, var), mixed

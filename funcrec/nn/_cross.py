@@ -18,7 +18,7 @@ from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_norm
 
 @remade
 @typed
-def cross(dim: Count, rank: Count | None = None, *, weight: Draw = xavier_normal) -> Layer:
+def cross(dim: Count, rank: Count | None = None, *, weight: Draw = xavier_normal) -> Layer[Tensor]:
     """Return one cross layer, (x0, x f[..., dim]) -> f[..., dim].
 
     Args:
@@ -60,7 +60,9 @@ def cross(dim: Count, rank: Count | None = None, *, weight: Draw = xavier_normal
 
 @remade
 @typed
-def cross_network(dim: Count, num_layers: Count, rank: Count | None = None, *, weight: Draw = xavier_normal) -> Layer:
+def cross_network(
+    dim: Count, num_layers: Count, rank: Count | None = None, *, weight: Draw = xavier_normal
+) -> Layer[Tensor]:
     """Return a layer of `num_layers` cross layers on one x0 f[..., dim] -> f[..., dim]. Its params are a list.
 
     Example:
@@ -86,7 +88,7 @@ def cross_network(dim: Count, num_layers: Count, rank: Count | None = None, *, w
 
 @remade
 @typed
-def vector_cross_network(dim: Count, num_layers: Count, *, weight: Draw = xavier_normal) -> Layer:
+def vector_cross_network(dim: Count, num_layers: Count, *, weight: Draw = xavier_normal) -> Layer[Tensor]:
     """Make `num_layers` cross layers of one vector each, x0 f[..., dim] -> f[..., dim]; params are a list.
 
         x_{l+1} = x_0 ⟨w_l, x_l⟩ + b_l + x_l
@@ -129,7 +131,7 @@ def mixture_cross_network(
     *,
     activation: Callable[[Tensor], Tensor] = torch.relu,
     weight: Draw = xavier_normal,
-) -> Layer:
+) -> Layer[Tensor]:
     """Make `num_layers` cross layers of low rank, each a mixture of experts, x0 f[..., dim] -> f[..., dim].
 
         x_{l+1} = Σ_k p_k(x_l) x_0 ⊙ (U_lk g(C_lk g(V_lk x_l)) + b_l) + x_l,    p(x) = softmax(G x),  g the activation

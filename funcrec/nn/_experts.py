@@ -30,7 +30,7 @@ def mmoe(
     sizes: Sizes,
     activation: Callable[[Tensor], Tensor] = torch.relu,
     weight: Draw = xavier_normal,
-) -> Layer:
+) -> Layer[Tensor]:
     """Make a layer x f[..., num_in] -> f[..., num_tasks, O] of experts that all tasks mix, each task by its own gate.
 
     Args:
@@ -79,7 +79,7 @@ def ple(
     sizes: Levels,
     activation: Callable[[Tensor], Tensor] = torch.relu,
     weight: Draw = xavier_normal,
-) -> Layer:
+) -> Layer[Tensor]:
     """Make a layer x f[..., num_in] -> f[..., num_tasks, O] of levels of experts, some of one task, some shared by all.
 
     At each level a task's gate mixes its own experts with the shared ones, and another gate mixes all experts into the

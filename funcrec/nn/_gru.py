@@ -19,7 +19,7 @@ from funcrec.nn._sasrec import vector_problems, without_padding
 
 @remade
 @typed
-def gru(num_in: Count, num_hidden: Count) -> Layer:
+def gru(num_in: Count, num_hidden: Count) -> Layer[JaggedTensor]:
     """Return a gated recurrent unit: bags of vectors f[N, num_in] -> bags of states f[N, num_hidden].
 
     Each bag begins with the state 0. Step t computes only the bags that are longer than t.

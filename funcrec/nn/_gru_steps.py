@@ -150,7 +150,7 @@ class _Transpose(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *d_cotangents):
         *given, offsets = ctx.saved_tensors
-        d_d, *rest = torch.func.vjp(lambda *xs: cotangents(*xs, offsets), *given)[1](d_cotangents)
+        d_d, *rest = torch.func.vjp(lambda d, g, w, b: cotangents(d, g, w, b, offsets), *given)[1](d_cotangents)
         return d_d, None, *rest, None
 
     @staticmethod
@@ -166,7 +166,7 @@ class _Transpose(torch.autograd.Function):
 
 def cotangents(d: Tensor, gates: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
     """Return the cotangents of gates, weight and bias in plain torch. The states are computed once more."""
-    return torch.func.vjp(lambda *xs: gru_states(*xs, offsets), gates, weight, bias)[1](d)
+    return torch.func.vjp(lambda g, w, b: gru_states(g, w, b, offsets), gates, weight, bias)[1](d)
 
 
 def tangent_of(fn: Callable, given: Sequence[Tensor], tangents: Sequence[Tensor | None], offsets: Tensor) -> Any:

@@ -7,7 +7,7 @@ A draw is a function (key, shape) -> f32[shape]. A matrix is [out, in], as in to
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,13 +28,14 @@ from funcrec.core import (
     typed_fields,
 )
 
+Y = TypeVar("Y")
 FEW = "has too few dimensions"
 OutputShape = Annotated[Shape, Within("1 dimension or more, the first for the outputs", lambda s: len(s) >= 1, FEW)]
 MatrixShape = Annotated[Shape, Within("2 dimensions or more, the first for the outputs", lambda s: len(s) >= 2, FEW)]
 
 
 @typed_fields
-class Layer(NamedTuple):
+class Layer(NamedTuple, Generic[Y]):
     """A layer's functions and sizes; its parameters are outside of it.
 
     init: (key) -> params, a plain tree of f32 tensors, which you may convert to f64 or move to another device.
@@ -50,8 +51,8 @@ class Layer(NamedTuple):
     """
 
     init: Callable[[Tensor], Any]
-    apply: Callable[..., Tensor]
-    train_apply: Callable[..., tuple[Tensor, Any]] | None = None
+    apply: Callable[..., Y]
+    train_apply: Callable[..., tuple[Y, Any]] | None = None
     init_stats: Callable[[], Any] = list
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -72,7 +73,7 @@ def xavier_normal(key: Key, shape: MatrixShape) -> Tensor:
       >>> round(fr.nn.xavier_normal(fr.key(0), (100, 300)).std().item(), 3)
       0.07
     """
-    return random.normal(key, shape) * math.sqrt(2 / max(shape[0] + shape[1], 1))
+    return random.normal(key, tuple(shape)) * math.sqrt(2 / max(shape[0] + shape[1], 1))
 
 
 @typed
@@ -87,7 +88,7 @@ def fan_out_normal(key: Key, shape: OutputShape) -> Tensor:
 
     Source: facebookresearch/dlrm, dlrm_s_pytorch.py, create_mlp.
     """
-    return random.normal(key, shape) * math.sqrt(1 / max(shape[0], 1))
+    return random.normal(key, tuple(shape)) * math.sqrt(1 / max(shape[0], 1))
 
 
 @typed

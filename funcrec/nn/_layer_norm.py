@@ -15,7 +15,7 @@ from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 
 @remade
 @typed
-def layer_norm(dim: Count, *, eps: PositiveMagnitude = 1e-5) -> Layer:
+def layer_norm(dim: Count, *, eps: PositiveMagnitude = 1e-5) -> Layer[Tensor]:
     """Make a layer x f[..., dim] -> f[..., dim] that norms the last dimension.
 
     Returns:
@@ -34,7 +34,7 @@ def layer_norm(dim: Count, *, eps: PositiveMagnitude = 1e-5) -> Layer:
 
 @remade
 @typed
-def swish_layer_norm(dim: Count, *, eps: PositiveMagnitude = 1e-5) -> Layer:
+def swish_layer_norm(dim: Count, *, eps: PositiveMagnitude = 1e-5) -> Layer[Tensor]:
     """Make a layer x f[..., dim] -> f[..., dim] that multiplies x by the sigmoid of its layer norm.
 
     Returns:
@@ -62,7 +62,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return (own * weight + bias).to(x.dtype)
 
 
-def _normed(name: str, dim: int, eps: float, after) -> Layer:
+def _normed(name: str, dim: int, eps: float, after) -> Layer[Tensor]:
     def init(key: Tensor) -> dict[str, Tensor]:
         return {"weight": ones(key, (dim,)), "bias": zeros(key, (dim,))}
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, Draw, Share, Sizes, Within, check, random, remade, typed
+from funcrec.core import Count, Draw, Share, Sizes, Within, check, random, remade, sure, typed
 from funcrec.nn._batch_norm import batch_norm as batch_norm_layer
 from funcrec.nn._dropout import dropout as drop
 from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_normal, zeros
@@ -23,7 +23,7 @@ Widths = Annotated[Sizes, Within("at least two sizes, an int >= 1", lambda s: le
 
 @remade
 @typed
-def linear(num_in: Count, num_out: Count, *, weight: Draw = xavier_normal, bias: Draw | None = zeros) -> Layer:
+def linear(num_in: Count, num_out: Count, *, weight: Draw = xavier_normal, bias: Draw | None = zeros) -> Layer[Tensor]:
     """Return a layer x f[..., num_in] -> f[..., num_out] with {"weight": f[num_out, num_in], "bias": f[num_out]}.
 
     Args:
@@ -63,7 +63,7 @@ def mlp(
     batch_norm: bool = False,
     weight: Draw = xavier_normal,
     bias: Draw = zeros,
-) -> Layer:
+) -> Layer[Tensor]:
     """Return an MLP x f[..., num_in] -> f[..., num_out] of linear layers sizes[0] -> sizes[1] -> ... -> sizes[-1].
 
     Args:
@@ -112,11 +112,11 @@ def mlp(
         keys, new = random.split(key, count) if dropout else None, []
 
         def norm(i: int, x: Tensor) -> Tensor:
-            y, own = norms[i].train_apply(params["norm"][i], x, None, stats[i], mask)
+            y, own = sure(norms[i].train_apply)(params["norm"][i], x, None, stats[i], mask)
             new.append(own)
             return y
 
-        before = lambda i, x: drop(x, keys[i], dropout) if dropout else x
+        before = lambda i, x: x if keys is None else drop(x, keys[i], dropout)
         return _stack(stages, params["linear"], x, before, norm), new
 
     return Layer(init, apply, train_apply, lambda: [n.init_stats() for n in norms])

@@ -7,6 +7,7 @@ Shapes: N ids, L positions, F features.
 
 from collections.abc import Mapping
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ NEAR_ZEROS = 64  # a range that lies inside the buffer is copied faster than one
 
 @remade
 @typed
-def position_weights(max_length: Count | Mapping[str, Count]) -> Layer:
+def position_weights(max_length: Count | Mapping[str, Count]) -> Layer[Any]:
     """Return a layer of weights by position, for a feature or for some features of a batch.
 
     The weight is 0 at positions >= max_length, so a lookup reads a longer bag as one cut to `max_length`, except for
@@ -64,7 +65,7 @@ def position_weights(max_length: Count | Mapping[str, Count]) -> Layer:
     return Layer(lambda key: ones(key, (max_length,)), apply)
 
 
-def weights_of_keys(sizes: Mapping[str, int]) -> Layer:
+def weights_of_keys(sizes: Mapping[str, int]) -> Layer[KeyedJaggedTensor]:
     def init(key: Tensor) -> dict[str, Tensor]:
         return {k: ones(key, (n,)) for k, n in sizes.items()}
 
@@ -96,7 +97,7 @@ def with_weights(sizes: Mapping[str, int], params: Mapping[str, Tensor], ids: Ke
     starts = starts.expand(ranges.shape).reshape(-1)
     weights = take_ranges(numbers, None, starts, ranges.view(-1), ids.capacity).values
     own = () if ids.weights is None else tuple(k for k in ids.keys if k not in ids.unweighted)
-    if own:
+    if ids.weights is not None and own:
         key = bag_ids(ids.offset_per_key, ids.capacity)
         has = torch.tensor([k in own for k in ids.keys] + [False], device=key.device).index_select(0, key)
         weights = weights * torch.where(has, ids.weights, 1).to(weights.dtype)

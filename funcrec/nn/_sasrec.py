@@ -38,7 +38,7 @@ STD, EPS = 0.02, 1e-8  # like the source's parameters and its layer norms
 
 @remade
 @typed
-def position_embedding(max_length: Count, dim: Count, *, std: Magnitude = STD) -> Layer:
+def position_embedding(max_length: Count, dim: Count, *, std: Magnitude = STD) -> Layer[JaggedTensor]:
     """Return a layer that adds a learned vector for each position of a bag: apply(params, bags) -> bags.
 
     The first vector of a bag has position 0. Positions >= max_length get the last vector. Padding becomes 0.
@@ -71,7 +71,7 @@ def position_embedding(max_length: Count, dim: Count, *, std: Magnitude = STD) -
 
 @remade
 @typed
-def sasrec_block(dim: Count, *, heads: Count = 1, dropout: Share = 0.0) -> Layer:
+def sasrec_block(dim: Count, *, heads: Count = 1, dropout: Share = 0.0) -> Layer[JaggedTensor]:
     """Return a block of SASRec on bags of vectors f[N, dim]: causal attention, then a layer for each position.
 
     Args:
@@ -153,7 +153,7 @@ def without_padding(x: Tensor, bag: Tensor, bags: JaggedTensor) -> Tensor:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def vector_problems(bags: object, dim: int) -> Iterator[Problem]:
+def vector_problems(bags: Any, dim: int) -> Iterator[Problem]:
     """Yield a problem unless `bags` are bags of vectors f[N, dim] without weights."""
     if (yield from reported(BAGS.find("bags", bags))):
         return

@@ -26,7 +26,7 @@ def target_attention(
     sizes: Sizes = (80, 40),
     activation: Callable[[Tensor], Tensor] = torch.sigmoid,
     normalize: bool = False,
-) -> Layer:
+) -> Layer[Tensor]:
     """Return a layer of a JaggedTensor f[N, dim] and targets f[B, dim] -> f[B, dim], the weighted sum of each bag.
 
     Args:

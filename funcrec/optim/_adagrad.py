@@ -31,6 +31,8 @@ def adagrad(
       EXACT_ADAGRAD.
     """
 
+    ...
+
 
 def one_sum(hyper):
     return {"sum": per_row(hyper.initial_accumulator)}
@@ -75,6 +77,8 @@ def rowwise_adagrad(
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD, weight decay modes L2 and DECOUPLE.
     """
 
+    ...
+
 
 def counted(hyper):
     return {**one_sum(hyper), "counter": per_row(), "last": per_row()}
@@ -108,6 +112,8 @@ def rowwise_adagrad_counter(
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD with counter-based regularisation, without its changes to the learning rate.
     """
 
+    ...
+
 
 def _rowwise_adagrad_cowclip(row, grad, slots, hyper):
     if hyper.decay == "l2":
@@ -134,6 +140,8 @@ def rowwise_adagrad_cowclip(
     Source: Zheng et al., "CowClip: Reducing CTR prediction model training time" (2022), alg. 1, where repeats is the
     number of ids in the batch. FBGEMM's cowclip mode uses the row's decayed counter instead.
     """
+
+    ...
 
 
 def squares(hyper):
@@ -162,6 +170,8 @@ def rmsprop(
     Source: Tieleman, Hinton, "Lecture 6.5: rmsprop" (2012); torch.optim.RMSprop, whose alpha is b2.
     """
 
+    ...
+
 
 def _ftrl(row, grad, slots, hyper):
     total = slots["sum"] + grad.square()
@@ -182,3 +192,5 @@ def ftrl(lr: Rate = 0.1, *, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0)
 
     Source: McMahan et al., "Ad click prediction: a view from the trenches" (KDD 2013), alg. 1.
     """
+
+    ...

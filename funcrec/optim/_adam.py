@@ -55,6 +55,8 @@ def adam(
     Source: Kingma, Ba, "Adam" (2015), alg. 1; torch.optim.Adam.
     """
 
+    ...
+
 
 def _adamw(row, grad, slots, hyper):
     direction, slots = _direction(grad, slots, hyper)
@@ -71,6 +73,8 @@ def adamw(
       (2019), alg. 2; torch.optim.AdamW; FBGEMM's ADAM.
     """
 
+    ...
+
 
 @builtin(rule=_adamw, slots=by_row)
 def partial_rowwise_adam(
@@ -80,6 +84,8 @@ def partial_rowwise_adam(
 
     Source: FBGEMM's PARTIAL_ROWWISE_ADAM.
     """
+
+    ...
 
 
 def _lamb(row, grad, slots, hyper):
@@ -103,6 +109,8 @@ def lamb(
     LAMB, where a row of zeros never moves.
     """
 
+    ...
+
 
 @builtin(rule=_lamb, slots=by_row)
 def partial_rowwise_lamb(
@@ -112,3 +120,5 @@ def partial_rowwise_lamb(
 
     Source: FBGEMM's PARTIAL_ROWWISE_LAMB.
     """
+
+    ...

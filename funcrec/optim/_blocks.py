@@ -114,5 +114,5 @@ def flat(slot: Tensor) -> Tensor:
 
 
 @functools.cache
-def _cpp():
+def _cpp() -> Any:
     return library.load("cpp")

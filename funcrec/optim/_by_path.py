@@ -21,6 +21,7 @@ from funcrec.core import (
     check,
     paths,
     remade,
+    sure,
     tree_leaves,
     tree_map,
     tree_structure,
@@ -67,7 +68,7 @@ def by_path(optimizers: Mapping[str, DenseOptimizer], *, default: DenseOptimizer
         yield from ((optimizers[p], [n for n in names if first[n] == p]) for p in patterns)
         rest = [n for n in names if first[n] is None]
         if rest:
-            yield default, rest
+            yield sure(default), rest
 
     def group_problems(names: Sequence[str]) -> Iterator[Problem]:
         yield from pattern_problems("optimizers", patterns, names, is_first=True)
@@ -90,7 +91,8 @@ def by_path(optimizers: Mapping[str, DenseOptimizer], *, default: DenseOptimizer
         check(f"{call}.update", group_problems(list(own)))
         moved, made = {}, {}
         for opt, names in groups(list(own)):
-            new, new_state = opt.update(*({n: x[n] for n in names} for x in (given, held, own)), step)
+            g, s, p = ({n: x[n] for n in names} for x in (given, held, own))
+            new, new_state = opt.update(g, s, p, step)
             moved |= new
             made |= new_state
         return tuple(tree_unflatten([x[n] for n in own], structure) for x in (moved, made))
@@ -131,8 +133,8 @@ def freeze_dense(optimizer: DenseOptimizer, patterns: tuple[str, ...]) -> DenseO
         own, held, given, structure = parts(f"{call}.update", grads, state, params, step)
         check(f"{call}.update", pattern_problems("paths", patterns, list(own)))
         check(f"{call}.update", kept_problems({n: s for n, s in held.items() if is_frozen(n)}))
-        mine = ({n: x for n, x in of.items() if not is_frozen(n)} for of in (given, held, own))
-        moved, made = optimizer.update(*mine, step)
+        g, s, p = ({n: x for n, x in of.items() if not is_frozen(n)} for of in (given, held, own))
+        moved, made = optimizer.update(g, s, p, step)
         return tuple(
             tree_unflatten([x.get(n, old[n]) for n in own], structure) for x, old in ((moved, own), (made, held))
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partialmethod
 from numbers import Integral
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Optional, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ _OF = {
     NotNegative: "eps weight_decay eta initial_accumulator beta l1 l2 clip_ratio lower_bound",
     Share: "b1 b2 momentum",
     Positive: "half_life",
-    Positive | None: "max_norm max_value",
+    Optional[Positive]: "max_norm max_value",  # noqa: UP045
     bool: "nesterov",
     Literal["l2", "decoupled"]: "decay",
 }
@@ -87,7 +87,7 @@ def rate_at(call: str, lr: Any, step: Tensor) -> float | Tensor:
     """Return the learning rate at a step."""
     if not callable(lr):
         return lr
-    rate = lr(step)
+    rate: Any = lr(step)
     if not _MADE.fits(rate):
         check(call, _MADE.find("lr(step)", rate))
     return rate
@@ -123,9 +123,9 @@ def made_problems(made: object, table: Tensor) -> Iterator[Problem]:
             yield Problem(what, describe(s), f"f[{table.shape[0]}, ...]", kind=TypeError)
 
 
-def hyper_type(call: str, own: tuple[str, ...]) -> type:
+def hyper_type(call: str, own: tuple[str, ...]) -> Any:
     """Return the type of the `hyper` that a rule gets. Reading a name that it lacks raises an error."""
-    made = namedtuple("Hyper", ("lr", "step", "repeats", *own))
+    made: Any = namedtuple("Hyper", ("lr", "step", "repeats", *own))
     made.__getattr__ = partialmethod(refuse_name, call)
     return made
 
@@ -173,13 +173,13 @@ def check_update(
     )
 
 
-def step_problems(step: object, is_one: bool = True) -> Iterator[Problem]:
+def step_problems(step: Any, is_one: bool = True) -> Iterator[Problem]:
     """Yield a problem unless `step` is a count. If `is_one` is False, `step` may be a tensor of counts."""
     if isinstance(step, Tensor):
         is_integer = not (step.is_floating_point() or step.is_complex() or step.dtype == torch.bool)
         counts = is_integer and not (is_one and step.dim())
     else:
-        counts = isinstance(step, Integral) and not isinstance(step, bool) and step >= 0
+        counts = isinstance(step, Integral) and not isinstance(step, bool) and int(step) >= 0
     if not counts:
         need = f"an int >= 0, or {'i64[]' if is_one else 'an integer tensor'}, the steps taken"
         yield Problem("`step` is not a step.", describe(step), need, kind=TypeError)

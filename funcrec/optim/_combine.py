@@ -9,7 +9,7 @@ Each result keeps the contract of RowOptimizer, so combinators nest.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from funcrec.core import (
     Key,
@@ -22,6 +22,7 @@ from funcrec.core import (
     member_problems,
     random,
     remade,
+    sure,
     twice_problems,
     typed,
     unknown_problems,
@@ -60,7 +61,7 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
         yield from ((opt, [n]) for n, opt in optimizers.items())
         rest = [n for n in tables if n not in optimizers]
         if rest:
-            yield default, rest
+            yield sure(default), rest
 
     def init(tables):
         check(f"{call}.init", tables_problems(tables))
@@ -81,12 +82,12 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
             new_slots |= own
         return new_tables, new_slots
 
-    update, due = (functools.partial(updated, of) for of in (lambda opt: opt.update, due_of))
+    update, due = (cast(Any, functools.partial(updated, of)) for of in (lambda opt: opt.update, due_of))
 
     def hold(row_grads, slots, tables, step, **takes):
         held, kept = dict(row_grads), dict(slots)
         for opt, names in ((opt, names) for opt, names in split(tables) if opt.waiting):
-            given, own = opt.hold(*(_only(x, names) for x in (row_grads, slots, tables)), step, **takes)
+            given, own = sure(opt.hold)(*(_only(x, names) for x in (row_grads, slots, tables)), step, **takes)
             held |= given
             kept |= own
         return held, kept
@@ -102,13 +103,13 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     own = (*optimizers.values(), *([] if default is None else [default]))
     of_all, of_any = (lambda name, f=f: f(getattr(o, name) for o in own) for f in (all, any))
     waiting = tuple(dict.fromkeys(k for o in own for k in o.waiting))
-    halves = (waiting, hold, due) if waiting else ()
-    facts = of_all("is_elementwise"), of_any("is_joint"), of_all("is_gradient_wise")
-    more = {n: of_all(n) for n in ("has_equal_slots", "ignores_origin")} | {"counts_entries": of_any("counts_entries")}
-    rate = lambda table, step: optimizers.get(table, default).update.rate(table, step)
+    halves: dict[str, Any] = {"waiting": waiting, "hold": hold, "due": due} if waiting else {}
+    facts = {n: of_all(n) for n in ("is_elementwise", "is_gradient_wise", "has_equal_slots", "ignores_origin")}
+    facts |= {n: of_any(n) for n in ("is_joint", "counts_entries")}
+    rate = lambda table, step: cast(Any, optimizers.get(table, default)).update.rate(table, step)
     if all(hasattr(o.update, "rate") for o in own):
         update.rate = rate
-    return RowOptimizer(init, update, label, *facts, *halves, **more)
+    return RowOptimizer(init, update, label, **facts, **halves)
 
 
 @remade
@@ -169,13 +170,14 @@ def freeze(
       >>> sparse.init({"user": torch.zeros(3, 2), "item": torch.zeros(1, 2)})
       {'user': {}, 'item': {'sum': tensor([[0., 0.]])}}
     """
-    call, is_dense = "funcrec.optim.freeze", isinstance(optimizer, DenseOptimizer)
-    check(call, frozen_problems(is_dense, tables, paths))
-    if is_dense:
-        check(call, twice_problems("`paths` has a pattern twice.", paths))
-        return freeze_dense(optimizer, tuple(paths))
-    check(call, twice_problems("`tables` has a name twice.", tables))
-    frozen = tuple(tables)
+    call = "funcrec.optim.freeze"
+    check(call, frozen_problems(isinstance(optimizer, DenseOptimizer), tables, paths))
+    if isinstance(optimizer, DenseOptimizer):
+        frozen = tuple(sure(paths))
+        check(call, twice_problems("`paths` has a pattern twice.", frozen))
+        return freeze_dense(optimizer, frozen)
+    frozen = tuple(sure(tables))
+    check(call, twice_problems("`tables` has a name twice.", frozen))
 
     def init(all_tables):
         check(f"{call}.init", tables_problems(all_tables))
@@ -236,7 +238,7 @@ def stochastic_rounding(optimizer: RowOptimizer, *, key: Key) -> RowOptimizer:
 
 def due_of(optimizer: RowOptimizer) -> Callable:
     """Return the function that updates with the gradients that are due."""
-    return optimizer.due if optimizer.waiting else optimizer.update
+    return sure(optimizer.due) if optimizer.waiting else optimizer.update
 
 
 def _only(x: Mapping, names) -> dict:

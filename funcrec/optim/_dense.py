@@ -12,7 +12,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -153,7 +153,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         with _tensor_scalars(tracked):
             states = _stepped(cls, fixed, clones, held, taken, tracked, _varies(lr) and (1.0 if is_apart else rate))
             if is_apart:
-                clones = [scaled(*xs, rate) for xs in zip(clones, leaves, strict=True)]
+                clones = [scaled(new, old, torch.as_tensor(rate)) for new, old in zip(clones, leaves, strict=True)]
             elif _varies(lr):
                 clones = [mended(*xs, rate) for xs in zip(clones, leaves, own_grads, strict=True)]
         return tree_unflatten(clones, structure), tree_unflatten(states, structure)
@@ -230,8 +230,8 @@ def _first_state(
     group = opt.param_groups[0]
     if rate is not None:
         group["lr"] = rate
-    lists = len(inspect.signature(opt._init_group).parameters) - 1
-    opt._init_group(group, *([] for _ in range(lists)))
+    init_group = cast(Any, opt)._init_group
+    init_group(group, *([] for _ in range(len(inspect.signature(init_group).parameters) - 1)))
     states = []
     for p in clones:
         state = dict(opt.state[p]) if p in opt.state else {}

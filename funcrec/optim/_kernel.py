@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcrec.core import sure
 from funcrec.kernels import ops
 from funcrec.optim._checks import choices_of, may_be_absent
 from funcrec.tables import RowGrads
@@ -34,12 +35,13 @@ class Kernel(NamedTuple):
     def numbers(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
         """Return `hyper` of `ops.fused_update` for hyper-parameters, and `numbers` if some of them are tensors."""
         tensors = {n: x.to(torch.float64) for n, x in hyper.items() if isinstance(x, Tensor)}
-        fixed = numbers_of(self.form, {**hyper, **dict.fromkeys(tensors, 1.0)})
+        form = sure(self.form)
+        fixed = numbers_of(form, {**hyper, **dict.fromkeys(tensors, 1.0)})
         if not tensors:
             return {"hyper": fixed}
         device = next(iter(tensors.values())).device
         full = lambda x: torch.full((), x, dtype=torch.float64, device=device)
-        own = [tensors[n] if n in tensors else full(x) for n, x in zip(self.form.hyper, fixed, strict=True)]
+        own = [tensors[n] if n in tensors else full(x) for n, x in zip(form.hyper, fixed, strict=True)]
         return {"hyper": fixed, "numbers": torch.stack(own)}
 
 
@@ -49,7 +51,7 @@ def numbers_of(form: ops.Rule, hyper: Mapping[str, Any]) -> list[float]:
     return [as_number(name, hyper[name]) for name in form.hyper]
 
 
-def facts_of(kernel: Kernel | None) -> dict[str, bool]:
+def facts_of(kernel: Kernel | None) -> dict[str, Any]:
     """Return the fields of RowOptimizer that state its facts. A rule without a formula gets the safe values."""
     if kernel is None:
         return {"is_elementwise": False, "is_gradient_wise": False, "counts_entries": True, "has_equal_slots": False}

@@ -26,6 +26,7 @@ from funcrec.core import (
     reduced,
     remade,
     shown,
+    sure,
     tree_leaves,
     tree_map,
     typed_fields,
@@ -212,17 +213,18 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
         if not named:
             return dict(tables), dict(slots)
         device = next(iter(tables.values())).device
-        fits = kernel is not None and kernel.fits(hyper, named)
+        fused = kernel if kernel is not None and kernel.fits(hyper, named) else None
+        fits = fused is not None
         readings = {} if fits else check_rule(call, one, make_hyper._fields, named, slots, tables)
         own = [x for x in hyper.values() if isinstance(x, Tensor)]
         read = own if fits else [x for r in readings.values() for x in r.tensors]
         given = [x for n, g in named.items() for x in (tables[n], *slots[n].values(), *g.floats)]
         rate, _ = rate_and_step(call, lr, step, torch.float64, device)
         choice = chosen_for(call, implementation, device, [rate, *read, *given])
-        if fits and ops.has("fused_update", choice) and (choice == "cpp" or not own):  # a GPU would wait for tensors
-            numbers = kernel.numbers(hyper)
-            call_kernel = functools.partial(ops.fused_update, rule=kernel.name, **numbers, implementation=choice)
-            changed = update_fused(call_kernel, kernel.form.slots, named, slots, tables, (rate, step, key))
+        if fused and ops.has("fused_update", choice) and (choice == "cpp" or not own):  # a GPU would wait for tensors
+            numbers, names = fused.numbers(hyper), sure(fused.form).slots
+            call_kernel = functools.partial(ops.fused_update, rule=fused.name, **numbers, implementation=choice)
+            changed = update_fused(call_kernel, names, named, slots, tables, (rate, step, key))
         elif choice == "cpp" and not any(g.has_repeats for g in named.values()) and not any(map(is_followed, read)):
             changed = {}, {}
             for names in dict.fromkeys(tuple(slots[n]) for n in named):
@@ -306,7 +308,7 @@ def check_rule(
         each = (row, row, mine, ones(()), ones(()), ones(1))
         with own_errors(call, "rule", *each[:3], need=f"(row, grad, slots, hyper), hyper's {', '.join(hyper)}"):
             new = torch.func.vmap(watched, in_dims=(0, 0, 0, None, None, 0))(*each)
-        check(call, rule_result_problems(*new, row, mine))
+        check(call, rule_result_problems(new[0], new[1], row, mine))
     return forms
 
 
@@ -335,7 +337,8 @@ def touched_rows(
     mine = {k: take(flat(s)).reshape(-1, *s.shape[1:]) for k, s in slots.items()}
     if grads.first is not None:
         width, is_wide = row.shape[1], lambda x: x.dim() > 1
-        row, mine = tree_map(lambda x: put_columns(x, grads.first, grads.dim) if is_wide(x) else x, (row, mine))
+        first = grads.first
+        row, mine = tree_map(lambda x: put_columns(x, first, grads.dim) if is_wide(x) else x, (row, mine))
     repeats = torch.ones_like(grads.rows) if grads.repeats is None else grads.repeats
     given = (row, grads.grads.to(row.dtype), mine, repeats.to(row.dtype))
     if implementation == "reference":  # padding is 1: at 0 a derivative of a rule may be 0 · ∞

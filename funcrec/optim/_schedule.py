@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Magnitude, Problem, Scalar, Size, check, field_problems, plain_numbers, typed
+from funcrec.core import Count, Magnitude, Problem, Scalar, Size, check, field_problems, plain_numbers, sure, typed
 from funcrec.optim._checks import step_problems
 
 Policy = Literal[
@@ -115,8 +115,8 @@ def _factor(stage: Stage, step: Tensor) -> Tensor:
         case "cosine_annealing_warm_restarts":
             return value + (1 - value) * (1 + torch.cos(math.pi * (t % stage.sgdr_period) / stage.sgdr_period)) / 2
         case "interpolate":
-            start = stage.start_interpolating_iters
-            return value + (stage.end_value - value) * (t - start) / (stage.max_iters - start)
+            start = sure(stage.start_interpolating_iters)
+            return value + (sure(stage.end_value) - value) * (t - start) / (stage.max_iters - start)
         case _:
             return torch.ones_like(t)
 
@@ -126,11 +126,13 @@ def _factor(stage: Stage, step: Tensor) -> Tensor:
 
 def interpolation_problems(s: Stage) -> Iterator[Problem]:
     start = s.start_interpolating_iters
-    if s.policy == "interpolate" and (start is None or s.end_value is None):
+    if s.policy != "interpolate":
+        return
+    if start is None or s.end_value is None:
         got = f"start_interpolating_iters={start}, end_value={s.end_value}"
         need, hint = "an int >= 0 and a number", "start_interpolating_iters=10, end_value=0.0"
         yield Problem("`interpolate` lacks its start or its end value.", got, need, hint)
-    elif s.policy == "interpolate" and start >= s.max_iters:
+    elif start >= s.max_iters:
         yield Problem("`start_interpolating_iters` is too late.", f"{start}", f"< max_iters = {s.max_iters}")
 
 

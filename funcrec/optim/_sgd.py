@@ -34,6 +34,8 @@ def sgd(lr: Rate = 0.01, *, weight_decay: float = 0.0) -> RowOptimizer:
     Source: torch.optim.SGD; FBGEMM's EXACT_SGD without decay.
     """
 
+    ...
+
 
 def _momentum(row, grad, slots, hyper):
     grad = grad + hyper.weight_decay * row
@@ -52,6 +54,8 @@ def momentum(
 
     Source: torch.optim.SGD with dampening 0.
     """
+
+    ...
 
 
 def _lars_sgd(row, grad, slots, hyper):
@@ -76,6 +80,8 @@ def lars_sgd(lr: Rate = 0.01, *, eta: float = 0.001, momentum: float = 0.9, weig
     layer; FBGEMM's LARS_SGD, where a row of zeros never moves.
     """
 
+    ...
+
 
 def _lion(row, grad, slots, hyper):
     direction = (hyper.b1 * slots["mean"] + (1 - hyper.b1) * grad).sign()
@@ -91,3 +97,5 @@ def lion(lr: Rate = 1e-4, *, b1: float = 0.9, b2: float = 0.99, weight_decay: fl
 
     Source: Chen et al., "Symbolic discovery of optimization algorithms" (2023), alg. 2.
     """
+
+    ...

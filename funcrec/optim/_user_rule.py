@@ -204,7 +204,7 @@ def rule_update_(
 
 
 @functools.cache
-def _cpp():
+def _cpp() -> Any:
     return library.load("cpp")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from funcrec.core import sure
 from funcrec.kernels import formula, ops, write_cpp, write_rules, write_triton
 from funcrec.kernels.write_cpp import Variant, Written
 from funcrec.optim._builtin import BUILTIN, Builtin, widths
@@ -106,7 +107,7 @@ def examples(name: str) -> list[dict[str, Any]]:
 
     def value(n: str, x: float | None) -> Any:
         if isinstance(given[n], bool | str):
-            return x is None if isinstance(given[n], bool) else choices_of(n)[x]
+            return x is None if isinstance(given[n], bool) else choices_of(n)[int(sure(x))]
         return TRIED.get(n, given[n] or 0.1) if x is None else None if given[n] is None else float(x)
 
     return [{n: value(n, v.conditions.get(n)) for n in given} for v in written(own).variants]

@@ -65,7 +65,7 @@ def top_k(
 
     Source: FAISS's IndexFlatIP.
     """
-    bits, fits = 0, True
+    bits, fits, dim = 0, True, 0
     if isinstance(items, QuantizedTables):
         check("funcrec.top_k", table_problems(items))
         ((_, bits, dim),), (items,) = items.forms, items.values()

@@ -8,7 +8,20 @@ from typing import Any
 
 from torch import Tensor
 
-from funcrec.core import RETYPED, Count, Problem, check, describe, fail, mapping, pytree, replace, tree_map, typed
+from funcrec.core import (
+    RETYPED,
+    Count,
+    Named,
+    Problem,
+    check,
+    describe,
+    fail,
+    mapping,
+    pytree,
+    replace,
+    tree_map,
+    typed,
+)
 from funcrec.kinds import (
     CODES,
     STORED,
@@ -37,7 +50,7 @@ from funcrec.tables import KINDS, Faked, Kind, kind_of_tables, layout_in, row_pr
 
 @mapping(lambda tables: tables.banks, "bank", "fr.gather_tables(tables, mesh), for the tables by their names")
 @pytree(static=("layout", "transport", "whole", "of"))
-class ShardedTables:
+class ShardedTables(Named[Tensor]):
     """The tables of a plan, held as banks: `shard_tables` makes them, and `lookup` takes them inside `shard_map`.
 
     Args:

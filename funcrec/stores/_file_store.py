@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, fail, typed
+from funcrec.core import Count, Problem, check, fail, sure, typed
 from funcrec.files import as_path, crc_of, fcntl, flush, raise_os, raise_unwritten, write_folder, write_whole
 from funcrec.kernels.records import read_records, write_records
 from funcrec.stores._store import (
@@ -186,12 +186,12 @@ class _FileStore:
         """Add rows to the journal; rows with an old record come first."""
         if not len(rows):
             return
-        had = rows[flags & WAS_WRITTEN != 0]
+        had, undo = rows[flags & WAS_WRITTEN != 0], sure(self.undo)
         rows = torch.cat([had, rows[flags & WAS_WRITTEN == 0]])
         try:
-            self.undo.append(rows, self._read(had))
+            undo.append(rows, self._read(had))
         except OSError as error:
-            raise_unwritten("ColdStore.write", error, self.undo.path, "journal")
+            raise_unwritten("ColdStore.write", error, undo.path, "journal")
         self.since.append(rows)
         self.flags[rows] |= IS_KEPT
 

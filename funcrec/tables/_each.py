@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, replace
+from funcrec.core import Problem, check, replace, sure
 from funcrec.jagged import (
     Columns,
     JaggedTensor,
@@ -79,11 +79,11 @@ def _columns(forms: Sequence[Sequence[tuple[str, int]]], features: Sequence[Feat
 
 def _inverse_of(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> Tensor:
     """Return the inverse indices of the features, i[F, E]."""
-    keys = tuple(f.key for f in features)
+    keys, inverse = tuple(f.key for f in features), sure(ids.inverse)
     if keys == ids.keys:
-        return ids.inverse
+        return inverse
     places = [ids.keys.index(k) for k in keys]
-    return ids.inverse.index_select(0, torch.tensor(places, dtype=torch.int64, device=ids.inverse.device))
+    return inverse.index_select(0, torch.tensor(places, dtype=torch.int64, device=inverse.device))
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Row r depends only on the key, the table's name, r and the config. So any shard 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -77,7 +77,9 @@ def id_rows(key: Tensor, table: TableConfig, ids: Tensor) -> Tensor:
     The config has one of funcrec's initializers.
     """
     own, dim = random.fold_in(key, name_number(table.name)).to(ids.device), table.embedding_dim
-    return drawn(table.initializer, own, starts_of(ids.long(), dim), dim, table.num_embeddings, table.dtype)
+    return drawn(
+        cast(Initializer, table.initializer), own, starts_of(ids.long(), dim), dim, table.num_embeddings, table.dtype
+    )
 
 
 def table_keys(key: Tensor, tables: Sequence[TableConfig], device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Form, Key, Problem, Size, check, describe, plain_numbers, typed
+from funcrec.core import Count, Form, Key, Problem, Size, check, describe, plain_numbers, sure, typed
 from funcrec.kernels import ops
 from funcrec.kernels.draws import CONSTANT, NORMAL, UNIFORM
 
@@ -43,9 +43,8 @@ class Initializer:
         With start i64[M], row i has the elements from start[i] on.
         """
         check(f"funcrec.{self.kind}", start_problems(shape, start))
-        starts = start
-        if not isinstance(start, Tensor):
-            starts = start + torch.arange(shape[0], device=key.device) * shape[1]
+        each = isinstance(start, Tensor)
+        starts = start if each else start + torch.arange(shape[0], device=key.device) * shape[1]
         return drawn(self, key, starts, shape[1], num_embeddings, torch.float32)
 
 
@@ -56,11 +55,11 @@ def draw_of(initializer: Initializer, num_embeddings: int, dim: int) -> tuple[in
         case "uniform":
             return UNIFORM, num_embeddings**-0.5 if scale is None else scale
         case "normal":
-            return NORMAL, scale
+            return NORMAL, sure(scale)
         case "xavier_normal":
             return NORMAL, math.sqrt(2 / (num_embeddings + dim))
         case "constant":
-            return CONSTANT, scale
+            return CONSTANT, sure(scale)
 
 
 def drawn(

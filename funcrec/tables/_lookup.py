@@ -149,7 +149,7 @@ def read_groups(
 
 
 def pooled_of(
-    call: str, tables: Any, owners: list[Owner], ids: KeyedJaggedTensor, pooled: tuple, implementation: str | None
+    call: str, tables: Any, owners: Sequence[Owner], ids: KeyedJaggedTensor, pooled: tuple, implementation: str | None
 ) -> KeyedTensor:
     """Return the lookup of features with one number of bags, without the expansion to examples."""
     sums, maxima = (tuple(f for f in pooled if is_max(f) == which) for which in (False, True))
@@ -165,7 +165,7 @@ def pooled_of(
 
 
 def sums_of(
-    call: str, tables: Any, owners: list[Owner], ids: KeyedJaggedTensor, pooled: tuple, implementation: str | None
+    call: str, tables: Any, owners: Sequence[Owner], ids: KeyedJaggedTensor, pooled: tuple, implementation: str | None
 ) -> KeyedTensor:
     """Return the lookup of sums and means, with the taps of the owners."""
     weights = ids.weights if any(f.weighted for f in pooled) else None
@@ -226,8 +226,8 @@ def pooled_of_transpose(
     if not maxima:
         return pooled_transpose(d_acts, ids, pooled, shapes)
     sums = [f for f in pooled if not is_max(f)]
-    d_sums = KeyedTensor.from_dict({f.name: d_acts[f.name] for f in sums}) if sums else None
-    found = pooled_transpose(d_sums, ids, sums, shapes) if sums else {}
+    of_sums = lambda: KeyedTensor.from_dict({f.name: d_acts[f.name] for f in sums})
+    found = pooled_transpose(of_sums(), ids, sums, shapes) if sums else {}
     return summed([*found.items(), *maxima_transpose(call, d_acts, ids, maxima, tables).items()])
 
 
@@ -271,7 +271,12 @@ def lookup_sequence(
 
 
 def sequences_of(
-    call: str, tables: Any, owners: list[Owner], ids: KeyedJaggedTensor, sequences: tuple, implementation: str | None
+    call: str,
+    tables: Any,
+    owners: Sequence[Owner],
+    ids: KeyedJaggedTensor,
+    sequences: tuple,
+    implementation: str | None,
 ) -> dict[str, JaggedTensor]:
     """Return each id's row times its weight, with the taps of the owners on the rows."""
     read = read_kind(call, tables, ids, sequences, implementation)
@@ -367,7 +372,7 @@ def read_kind(
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def check_lookup(call: str, tables: Any, ids: object, features: object) -> None:
+def check_lookup(call: str, tables: Any, ids: Any, features: Any) -> None:
     """Raise unless the structure, dtypes and devices of a lookup's arguments fit.
 
     The tables of a transpose may also be configs.

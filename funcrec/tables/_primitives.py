@@ -11,15 +11,17 @@ Shapes: B bags, C columns, N ids, R rows, D dim, T tables.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from funcrec.core import any_tracked, by_vmap_rule, is_in_transform, is_in_vmap, one_level_below
+from funcrec.core import any_tracked, by_vmap_rule, is_in_transform, is_in_vmap, one_level_below, sure
 from funcrec.jagged import offsets_of, take_ranges
 from funcrec.kernels import ops, reference, stacks
 from funcrec.kernels.forms import Feature, Segment, features_of, flatten
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class _Lookup:
     num_rows: int
     blocks: int = 1
 
-    def parts(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor | None]:
+    def parts(self, tensors: Sequence[T]) -> tuple[list[T], list[T], T, T | None]:
         t, r = self.num_tables, self.num_tables + self.num_rows
         return list(tensors[:t]), list(tensors[t:r]), tensors[r], tensors[r + 1] if len(tensors) > r + 1 else None
 
@@ -139,8 +141,10 @@ class _LookupWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(spec, d_out, *tensors):
-        args = spec.parts(tensors)
-        return ops.pooled_lookup_weights(d_out, *args, spec.features, implementation=spec.implementation)
+        tables, rows, offsets, weights = spec.parts(tensors)
+        return ops.pooled_lookup_weights(
+            d_out, tables, rows, offsets, weights, spec.features, implementation=spec.implementation
+        )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -165,7 +169,8 @@ class _LookupWeights(torch.autograd.Function):
         _, of_d, *dims = in_dims
         members = _Members(spec, info.batch_size, dims, tensors)
         if members.num == 0:
-            return members.parts[3].new_zeros(0, members.parts[3].shape[-1]), 0
+            weights = sure(members.parts[3])
+            return weights.new_zeros(0, weights.shape[-1]), 0
         if not members.fit():
             return _loop(_LookupWeights, info, in_dims, spec, (d_out, *tensors))
         # `wide` has the members' columns side by side.

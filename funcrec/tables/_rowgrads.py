@@ -9,7 +9,7 @@ Shapes: M entries, N ids, B bags, C columns, R rows of the table, D dim.
 """
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from funcrec.core import (
     plain,
     pytree,
     replace,
+    sure,
     typed,
 )
 from funcrec.kernels import ops, reference
@@ -165,12 +166,12 @@ class RowGrads:
         if len(self.terms) == 1 and isinstance(self.terms[0], Entries):
             return self.terms[0]
         d, rows, offsets, weights, segments = terms_of([self])
-        made = reference.expand(d, rows, offsets, weights, flatten(segments), [self.num_embeddings, self.dim])
+        rows, grads = reference.expand(d, rows, offsets, weights, flatten(segments), [self.num_embeddings, self.dim])
         if not self.has_repeats:
-            return Entries(*made)
-        ones = lambda t: torch.ones(_capacity(t), dtype=torch.int64, device=made[0].device)
-        ids = [t.repeats if _has_repeats(t) else ones(t) for t in self.terms]
-        return Entries(*made, None, torch.cat(ids))
+            return Entries(rows, grads)
+        ones = lambda t: torch.ones(_capacity(t), dtype=torch.int64, device=rows.device)
+        ids = [sure(t.repeats) if isinstance(t, Entries) and _has_repeats(t) else ones(t) for t in self.terms]
+        return Entries(rows, grads, None, torch.cat(ids))
 
     @property
     def rows(self) -> Tensor:
@@ -209,7 +210,8 @@ class RowGrads:
         rows, grads, count, repeats = ops.coalesce(terms_of([self]), [shape], implementation=implementation)[0]
         if self.has_repeats:  # In a sum of coalesced gradients, an entry may sum several ids.
             own = self.entries()
-            counts = RowGrads((replace(own, grads=own.repeats.to(torch.float64)[:, None], repeats=None),), shape[0], 1)
+            numbers = sure(own.repeats).to(torch.float64)[:, None]
+            counts = RowGrads((replace(own, grads=numbers, repeats=None),), shape[0], 1)
             repeats = counts.coalesce(implementation=implementation).grads[:, 0].to(torch.int64)
         return RowGrads(
             (Entries(rows, grads, count, repeats),), *shape, True, self.axes, first=self.first, origin=self.origin
@@ -230,7 +232,8 @@ class RowGrads:
     def clip(self, max_value: NotNegative | Scalar) -> "RowGrads":
         """Return the coalesced gradient with each element clamped to [-max_value, max_value]."""
         out = self.coalesce()
-        return replace(out, terms=(replace(out.terms[0], grads=out.grads.clamp(-max_value, max_value)),))
+        clamped = torch.clamp(out.grads, cast(Any, -max_value), cast(Any, max_value))  # both numbers, or both tensors
+        return replace(out, terms=(replace(out.terms[0], grads=clamped),))
 
     def squared_norm(self) -> Tensor:
         """Return the sum of squares of the coalesced gradient -> f[]. Its bits do not depend on the rows' numbers."""
@@ -311,7 +314,7 @@ def terms_of(grads: Sequence[RowGrads]) -> Terms:
                     "offsets": _place(out.offsets, t.offsets),
                 }
             for s in _segments(t):
-                weights = _place(out.weights, t.weights) if s.weights >= 0 else -1
+                weights = _place(out.weights, sure(t.weights)) if isinstance(t, Bags) and s.weights >= 0 else -1
                 out.segments.append(s._replace(table=table, weights=weights, **places))
     return out
 

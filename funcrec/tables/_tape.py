@@ -29,6 +29,7 @@ from funcrec.core import (
     message,
     quiet_levels,
     remembered,
+    sure,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -123,13 +124,14 @@ class Tape:
             return None
         if len(self.sites) > len(self.found) or site.form != self.found[len(self.sites) - 1].form:
             self.refuse_impure()
-        return tree_map(lambda x: under_vmaps(x, levels), self.taps[len(self.sites) - 1])
+        return tree_map(lambda x: under_vmaps(x, levels), sure(self.taps)[len(self.sites) - 1])
 
     def refuse_impure(self) -> None:
         """Raise an error that names the first site that differs from the first pass."""
         show = lambda sites, i: _show(sites[i].form) if i < len(sites) else "no lookup"
-        pairs = zip(self.found, self.sites, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a.form != b.form), min(len(self.found), len(self.sites)))
+        found = sure(self.found)
+        pairs = zip(found, self.sites, strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a.form != b.form), min(len(found), len(self.sites)))
         fail(
             "funcrec.value_and_grad",
             f"the loss is not a function of its arguments: lookup {first} of its second pass is another one.",
@@ -140,7 +142,7 @@ class Tape:
 
     def finish(self) -> None:
         """Raise if the second pass had fewer sites than the first."""
-        if len(self.sites) < len(self.found):
+        if len(self.sites) < len(sure(self.found)):
             self.refuse_impure()
 
 

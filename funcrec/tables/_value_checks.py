@@ -1,7 +1,7 @@
 """`validate`, and other checks that read values and therefore wait for the device."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def validate(
 
     Source: TorchRec's validate_keyed_jagged_tensor.
     """
-    call, found = "funcrec.validate", ids.ids if isinstance(ids, Batch) else ids
+    call, found = "funcrec.validate", cast(Any, ids.ids if isinstance(ids, Batch) else ids)
     check_ids(call, found, "ids.ids" if isinstance(ids, Batch) else "ids")
     check(call, feature_list_problems(features), table_tensor_problems(tables) if is_plain(tables) else ())
     check(call, feature_table_problems(features, tables), feature_key_problems(features, found))
@@ -155,7 +155,7 @@ def weight_value_problems(weight: Tensor, path: str, kind: type[Exception] = Val
     yield from element_problems(what, path, weight, wrong, "finite weights >= 0", hint, kind)
 
 
-def bounds_problems(labels: object) -> Iterator[Problem]:
+def bounds_problems(labels: Any) -> Iterator[Problem]:
     """Yield a problem unless `labels` is (least, greatest), two numbers."""
     need, hint = "(least, greatest), two numbers", "labels=(0, 1), or (-math.inf, math.inf) for any"
     found = (p._replace(hint=hint) for p in kind_of(tuple[float, float]).find("labels", labels))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcrec.core import Problem, check, mapping, pytree, replace
+from funcrec.core import Named, Problem, check, mapping, pytree, replace
 from funcrec.kinds import DynamicTables, NewRows, admit_batch, configs_of, stored_problems, with_new_rows
 from funcrec.optim import RowOptimizer
 from funcrec.tables import layout_in
@@ -36,7 +36,7 @@ def is_dynamic(tables: Any) -> bool:
 
 @mapping(lambda counts: dict(zip(counts.names, map(named, counts.numbers.unbind(-2)), strict=True)), "vocabulary")
 @pytree(static=("names",))
-class Counts:
+class Counts(Named[Any]):
     """{vocabulary: the numbers of distinct ids of a step}, read like a dict. One tensor holds all of them.
 
     numbers: i64[V, 4], those of `admit_batch`. names: the vocabularies.

@@ -17,6 +17,7 @@ from funcrec.core import (
     describe,
     fast_flatten,
     map_tensors,
+    message,
     own_errors,
     tree_map,
     typed,
@@ -289,7 +290,7 @@ def _in_places(form: PyTreeSpec, tree: Any, name: str, call: str = "funcrec.tree
     try:
         return form.flatten_up_to(tree)
     except ValueError as error:
-        check(call, [structure_problem(form, tree, name, error)])
+        raise ValueError(message(call, [structure_problem(form, tree, name, error)])) from error
 
 
 def structure_problem(form: PyTreeSpec, tree: Any, name: str, error: ValueError) -> Problem:

@@ -34,6 +34,13 @@ REVEALED = [
 ]
 
 
+# Folders that a type checker does not pass yet. Take a name out when its folder is clean; add none.
+UNCLEAN = {
+    "checkpoint", "compile", "data", "dry", "examples", "history", "interop", "kernels", "loop", "mesh", "planner",
+    "serve", "sharding", "testing", "train",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def check(tmp_path_factory):
     """Return a function that runs the type checker on arguments, next to an installed copy of the package."""
@@ -42,14 +49,15 @@ def check(tmp_path_factory):
     shutil.copytree(ROOT / "funcrec", folder / "funcrec", ignore=ignored)
     shutil.copytree(ROOT / "kernels", folder / "funcrec" / "kernels", ignore=ignored)
     (folder / "programs").mkdir()
-    (folder / "programs" / "pyrightconfig.json").write_text('{"typeCheckingMode": "basic"}')
+    for root in (folder, folder / "programs"):
+        (root / "pyrightconfig.json").write_text('{"typeCheckingMode": "basic"}')
     tools = Path(sys.executable).parent
     env = os.environ | {"PYTHONPATH": str(folder), "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
 
-    def run(*args: str, text: str = "") -> dict:
+    def run(*args: str, text: str = "", where: str = "programs") -> dict:
         (folder / "programs" / "program.py").write_text(text)
         command = [tools / "basedpyright", "--outputjson", *args]
-        done = subprocess.run(command, cwd=folder / "programs", env=env, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=folder / where, env=env, capture_output=True, text=True)
         return json.loads(done.stdout)
 
     return run
@@ -70,3 +78,12 @@ def test_the_programs_of_the_readme_have_types(check):
     assert [d for d in found if d["severity"] == "error"] == []
     told = [re.search(r'is "(.*)"', d["message"], re.S) for d in found if d["message"].startswith("Type of")]
     assert [m[1] for m in told if m] == REVEALED
+
+
+def test_folders_have_no_type_errors(check):
+    """A checker finds no fault in the code of the folders that are clean."""
+    folders = {p.name for p in (ROOT / "funcrec").iterdir() if (p / "__init__.py").exists()} | {"kernels", "guide"}
+    assert folders >= UNCLEAN
+    found = check(*(f"funcrec/{name}" for name in sorted(folders - UNCLEAN)), where=".")["generalDiagnostics"]
+    at = lambda d: f"{d['file'].partition('/funcrec/')[2]}:{d['range']['start']['line'] + 1}: {d['message']}"
+    assert [at(d) for d in found if d["severity"] == "error"] == []

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcrec.core import mapping, pytree, replace
+from funcrec.core import Named, mapping, pytree, replace
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.mesh import coordinates, rank_at
 from funcrec.sharding._lookup import read_sharded
@@ -24,7 +24,7 @@ from funcrec.tables import KINDS, Bags, FeatureConfig, Kind, LookupResult, RowGr
 
 @mapping(lambda tables: tables.tables.banks, "bank")
 @pytree(static=("layout", "axis"))
-class NodeTables:
+class NodeTables(Named[Tensor]):
     """Banks that the ranks of a node read by addresses.
 
     tables: ShardedTables whose layout is the view of a seating. layout: that of the whole mesh.

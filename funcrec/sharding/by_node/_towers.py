@@ -84,7 +84,7 @@ class Tower:
 
 @remade
 @typed
-def towers(towers: Mapping[str, Tower], *, axis: str | None = "node") -> Layer:
+def towers(towers: Mapping[str, Tower], *, axis: str | None = "node") -> Layer[Tensor]:
     """Return the layer of several towers: its parameters are {tower: those of the tower's layer}.
 
     Args:
