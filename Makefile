@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL ?= deepfm
 
-.PHONY: train test check wheel serving docs sanitize processors arm invariant ladder bench bench-full gpu clean
+.PHONY: train test check coverage wheel serving docs sanitize processors arm invariant ladder bench bench-full gpu clean
 
 train: $(VENV)/.installed
 	$(RUN) -m funcrec.examples.ctr --model $(MODEL) --out runs/$(MODEL)
@@ -25,6 +25,13 @@ check: $(VENV)/.tested
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pytest -q -rf -n 3 --dist loadgroup --alone tests/house tests/bad_inputs tests/laws --deselect tests/laws/test_right_or_raises.py
+
+# Lines and branches of funcrec and kernels that the tests run, also in processes that they start; some twice as long as `test`.
+coverage: $(VENV)/.tested serving
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(RUN) -m coverage run -m pytest -q -n 3 --dist loadgroup
+	$(RUN) -m coverage combine --quiet
+	$(RUN) -m coverage report
 
 # funcrec with kernels and server inside, for the torch of .venv: dist/*.whl runs where there is no compiler.
 wheel: $(VENV)/.installed

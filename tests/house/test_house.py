@@ -365,4 +365,4 @@ def test_every_test_file_is_collected(request):
     assert config.getini("testpaths") == ["tests", "funcrec"]
     commands = re.findall(r"-m pytest (.*)", (ROOT / "Makefile").read_text().split("# About")[0])
     assert "-q -n 3 --dist loadgroup" in commands  # of test: the whole
-    assert len(commands) == 2  # and of check
+    assert len(commands) == 3  # and of check and of coverage
