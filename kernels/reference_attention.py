@@ -38,14 +38,15 @@ def jagged_attention(
     of_queries, of_keys = _layouts(offsets, queries.shape[0], key_offsets, keys.shape[0])
     q, k, v = of_queries.take(queries.to(wide)), of_keys.take(keys.to(wide)), of_keys.take(values.to(wide))
     sees, distance = _pairs(of_queries, of_keys, num_targets, causal)
-    s = torch.einsum("gnhd,gmhd->ghnm", q, k) * scale
+    s = torch.einsum("gnhd,gmhd->ghnm", q * scale, k)
     if position_bias is not None:
         s = s + _picked(position_bias.to(wide), distance.clamp(max=position_bias.shape[1] - 1))
     if time_bias is not None:
         apart = of_queries.take(query_times.double())[:, :, None] - of_keys.take(key_times.double())[:, None, :]
         s = s + _picked(time_bias.to(wide), place_among(time_bounds(time_bias), apart.abs().float()))
-    weights, logs = _softmax(s, sees[:, None]) if softmax else _silu(s, sees[:, None], normalizer)
-    out = of_queries.put(torch.einsum("ghnm,gmhv->gnhv", weights, v))
+    weights, total, logs = _softmax(s, sees[:, None]) if softmax else _silu(s, sees[:, None], normalizer)
+    out = torch.einsum("ghnm,gmhv->gnhv", weights, v)
+    out = of_queries.put(out if total is None else out / total)
     return out.to(queries.dtype), of_queries.put(logs) if softmax else logs
 
 
@@ -153,13 +154,14 @@ def _picked(bias: Tensor, index: Tensor) -> Tensor:
     return bias.index_select(1, index.flatten()).unflatten(1, index.shape).movedim(0, 1)
 
 
-def _softmax(s: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax of the scores [G, H, n, m] that are seen, and the logarithm of its denominator [G, n, H].
+def _softmax(s: Tensor, sees: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the softmax of the scores [G, H, n, m] that are seen, as numerators and denominators [G, n, H, 1], and the
+    denominators' logarithms [G, n, H].
 
     A query that sees no key has weights of 0, and -inf as the logarithm.
     """
     if s.shape[-1] == 0:
-        return s, s.new_full((s.shape[0], s.shape[2], s.shape[1]), -torch.inf)
+        return s, None, s.new_full((s.shape[0], s.shape[2], s.shape[1]), -torch.inf)
     s = torch.where(sees, s, torch.zeros((), dtype=s.dtype, device=s.device))
     greatest = torch.where(sees, s.detach(), -torch.inf).amax(-1, keepdim=True)
     greatest = torch.where(greatest > -torch.inf, greatest, 0)
@@ -168,10 +170,10 @@ def _softmax(s: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
     is_none = ~sees.any(-1, keepdim=True)
     total = torch.where(is_none, torch.ones((), dtype=s.dtype, device=s.device), total)
     logs = torch.where(is_none, -torch.inf, total.log() + greatest)
-    return raised / total, logs[..., 0].movedim(1, 2)
+    return raised, total.movedim(1, 2), logs[..., 0].movedim(1, 2)
 
 
-def _silu(s: Tensor, sees: Tensor, normalizer: float) -> tuple[Tensor, Tensor]:
-    """Return silu(s) / normalizer of the scores that are seen, and no logarithms, [0, H]."""
+def _silu(s: Tensor, sees: Tensor, normalizer: float) -> tuple[Tensor, None, Tensor]:
+    """Return silu(s) / normalizer of the scores that are seen, no denominators, and no logarithms, [0, H]."""
     s = torch.where(sees, s, torch.zeros((), dtype=s.dtype, device=s.device))  # silu(0) = 0
-    return torch.nn.functional.silu(s) / normalizer, s.new_empty((0, s.shape[1]))
+    return torch.nn.functional.silu(s) * (1 / normalizer), None, s.new_empty((0, s.shape[1]))

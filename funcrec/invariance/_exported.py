@@ -14,8 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from funcrec.core import tree_leaves
 from funcrec.invariance._mode import is_float, refuse
 from funcrec.invariance._replaced import REPLACED
-from funcrec.invariance._table import EXACT, EXACT_PRIMS, PRODUCTS, compositions, place_of
-from funcrec.kernels import library
+from funcrec.invariance._table import EXACT, EXACT_PRIMS, compositions, place_of
 
 aten = torch.ops.aten
 # What replacements are made of, besides exact operators: sums without a factor, and moves of rows in order.
@@ -26,8 +25,7 @@ _inside: ContextVar[bool] = ContextVar("funcrec_inside_replacement", default=Fal
 
 def replacements() -> dict[Any, Callable]:
     """Return {operator: what replaces it or composes it} for `run_decompositions`."""
-    own = [library.operator("cpp", n) for n in PRODUCTS]
-    known = [*compositions(), *own, *(getattr(torch.ops.prims, n).default for n in EXACT | EXACT_PRIMS if is_prim(n))]
+    known = [*compositions(), *(getattr(torch.ops.prims, n).default for n in EXACT | EXACT_PRIMS if is_prim(n))]
     composed = {op: f for op in known for how, f in [place_of(op)] if how == "composed" and returns_tensors(op)}
     return {**composed, **{op: outermost(f) for op, f in REPLACED.items()}}
 

@@ -45,8 +45,8 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
       NotImplementedError: a product or a sum on a device without an implementation, such as CUDA.
 
     Law: for a function of examples, invariant(fn) of a batch has in each row the bits of the example alone. Values are
-      those of `fn`, up to rounding. The bits of lookups and row updates are so already. Attention within bags
-      (`jagged_attention`) depends on no batch, but on the instruction set.
+      those of `fn`, up to rounding. The bits of lookups, row updates, interactions and attention within bags
+      (`jagged_attention`) are so without `invariant`, too.
 
     On ranks: `psum`, `psum_invariant`, `pmean`, `psum_scatter` and their transposes add floats as a tree of neighbours,
       in the order of the ranks, emulated or real. (16-bit floats are added in f32, and rounded after each axis.) So n

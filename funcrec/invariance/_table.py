@@ -15,7 +15,6 @@ import torch
 from torch._ops import OpOverload
 
 from funcrec.invariance._replaced import REPLACED
-from funcrec.kernels import reference
 
 aten = torch.ops.aten
 
@@ -47,7 +46,6 @@ EXACT_PRIMS = words("""
     device_put iota isfinite maximum_value minimum_value reshape rev shift_left shift_right_arithmetic split_dim squeeze
     sub transpose view_of view_of_dtype
 """)
-PRODUCTS = ("dot_interaction", "dot_interaction_transpose")  # of funcrec's kernels, whose bits depend on the processor
 EXCHANGES = ("all_gather", "all_to_all", "broadcast", "wait")  # exchanges that add nothing
 
 
@@ -61,8 +59,6 @@ def _place_of(func: OpOverload) -> tuple[str, Callable]:
     name, composed = func._schema.name.partition("::")[2], compositions()
     if func in REPLACED:
         return "replaced", REPLACED[func]
-    if func.namespace.startswith("funcrec") and name in PRODUCTS:
-        return "composed", getattr(reference, name)
     if is_exact(func, name):  # A program may hold no views that are operators of prims.
         return ("composed", cast(Any, func).impl_aten) if func.namespace == "prims" else ("exact", func)
     if func.namespace != "aten":

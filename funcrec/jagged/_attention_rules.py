@@ -3,7 +3,7 @@
     d_queries, d_keys, d_values, d_biases = attentionᵀ(d_out)
 
 The transpose's own derivative is that of the reference. A forward level uses the reference from the start. A vmap is
-one call with the members as further heads; if it maps offsets, times or targets, it uses the reference.
+one call with the members as further heads; if it maps offsets, times or targets, one call for each member.
 Shapes: B bags, N queries, M keys, H heads, D dim of queries and keys, V dim of values, K members of a vmap.
 """
 
@@ -82,7 +82,10 @@ class _Attention(torch.autograd.Function):
     def vmap(info, in_dims, spec, *tensors):
         size, dims = info.batch_size, in_dims[1:]
         heads = _Members(size, dims, tensors)
-        if heads.are_apart or not size:
+        if heads.are_apart and size:
+            each = [_Attention.apply(spec, *member(tensors, dims, k)) for k in range(size)]
+            return tuple(map(torch.stack, zip(*each, strict=True))), (0, 0)
+        if not size:
             out = torch.func.vmap(lambda *xs: reference.jagged_attention(*spec.arguments(xs)), dims)(*tensors)
             return out, (0, 0)
         out, logs = _Attention.apply(spec, *heads.joined())
@@ -124,13 +127,22 @@ class _Transpose(torch.autograd.Function):
     def vmap(info, in_dims, spec, d_out, out, logs, *tensors):
         size, (of_d, of_out, of_logs, *dims) = info.batch_size, in_dims[1:]
         heads = _Members(size, dims, tensors)
-        if heads.are_apart or not size:
+        if heads.are_apart and size:
+            given, in_dims = (d_out, out, logs, *tensors), (of_d, of_out, of_logs, *dims)
+            each = [_Transpose.apply(spec, *member(given, in_dims, k)) for k in range(size)]
+            return tuple(map(torch.stack, zip(*each, strict=True))), (0,) * NUM_FLOATS
+        if not size:
             call = lambda d, *xs: reference.jagged_attention_transpose(d, None, None, *spec.arguments(xs))
             return torch.func.vmap(call, (of_d, *dims))(d_out, *tensors), (0,) * NUM_FLOATS
         first = [heads.join(x, d) for x, d in ((d_out, of_d), (out, of_out), (logs, of_logs))]
         q, k, v, *biases = _Transpose.apply(spec, *first, *heads.joined())
         biases = (heads.split_bias(d, x, dim) for d, x, dim in zip(biases, tensors[3:5], dims[3:5], strict=True))
         return (heads.split(q), heads.split(k), heads.split(v), *biases), (0,) * NUM_FLOATS
+
+
+def member(tensors: Sequence[Tensor | None], dims: Sequence[int | None], k: int) -> list[Tensor | None]:
+    """Return the tensors of member k of a vmap."""
+    return [x if dim is None else x.select(dim, k) for x, dim in zip(tensors, dims, strict=True)]
 
 
 class _Members:

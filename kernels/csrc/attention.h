@@ -2,12 +2,15 @@
 //
 //   s_ij = scale · ⟨q_i, k_j⟩ + position_bias + time_bias,   out_i = Σ_j softmax_j(s_ij) v_j  or  Σ_j silu(s_ij) v_j / normalizer
 //
-// A row of queries sees keys [0, limit) of its bag, and a target also its own key. Softmax runs over tiles of keys with a running maximum; the
-// logarithm of the denominator is all that is kept for the transpose. One thread computes a row, in one order: the bits do not depend on threads.
+// A row of queries sees keys [0, limit) of its bag, and a target also its own key, after these. Every sum, also the softmax's denominator, is one
+// chain over the dims, or over the keys that the row sees, in order; multiply-adds round once. The logarithm of the denominator is all that is
+// kept for the transpose. One thread computes a row: the bits depend on the numbers alone.
 #pragma once
 #include <cmath>
 #include <limits>
 
+#include "fused.h"
+#include "invariant_sums.h"
 #include "parallel.h"
 #include "products.h"
 
@@ -121,40 +124,27 @@ template <class A> struct Biases {
 template <class A> FUNCREC_INLINE A greatest(const A* x, int64_t n) {
   constexpr int W = LANES<A>;
   Vec<A, W> best = load<W>(x);
-  for (int64_t c = W; c < n; c += W) {
-    const Vec<A, W> y = load<W>(x + c);
-    best = y > best ? y : best;
-  }
+  for (int64_t c = W; c < n; c += W) best = most<A, W>(load<W>(x + c), best);
   A lanes[W], top = -std::numeric_limits<A>::infinity();
   store<W>(lanes, best);
   for (int l = 0; l < W; l++) top = lanes[l] > top ? lanes[l] : top;
   return top;
 }
 
-// x = e^(x - shift) for n numbers, and zeros up to `end`; returns the sum. Numbers behind n are overwritten.
-template <class A> FUNCREC_INLINE A raise(A* x, int64_t n, int64_t end, A shift) {
+// x = e^(x - shift) for n numbers. Numbers behind n are overwritten, up to a vector.
+template <class A> FUNCREC_INLINE void raise(A* x, int64_t n, A shift) {
   constexpr int W = LANES<A>;
-  Vec<A, W> total{};
-  for (int64_t c = 0; c < n; c += W) {
-    const Vec<A, W> y = exponential<W>(Vec<A, W>(load<W>(x + c) - shift));
-    store<W>(x + c, y);
-    total += y;
-  }
-  std::fill(x + n, x + end, A(0));
-  return sum<A, W>(total);
+  for (int64_t c = 0; c < n; c += W) store<W>(x + c, exponential<A, W>(load<W>(x + c) - shift));
 }
 
-template <class A, int W> FUNCREC_INLINE Vec<A, W> sigmoid(Vec<A, W> x) { return A(1) / (A(1) + exponential<W>(Vec<A, W>(-x))); }
-
 template <class A> A inner(const A* x, const A* y, int64_t n) {
-  constexpr int W = LANES<A>;
-  Vec<A, W> total{};
-  for (int64_t d = 0; d < n; d += W) total += load<W>(x + d) * load<W>(y + d);
-  return sum<A, W>(total);
+  A total = 0;
+  for (int64_t d = 0; d < n; d++) total = std::fma(x[d], y[d], total);
+  return total;
 }
 
 template <class A> FUNCREC_INLINE void add_times(A* to, const A* x, A factor, int64_t n) {
-  for (int64_t d = 0; d < n; d++) to[d] += x[d] * factor;
+  for (int64_t d = 0; d < n; d += LANES<A>) store<LANES<A>>(to + d, fused<A, LANES<A>>(factor, load<LANES<A>>(x + d), load<LANES<A>>(to + d)));
 }
 
 template <class A> struct Workspace {
@@ -173,7 +163,7 @@ template <class A, class E> struct Forward {
     constexpr int W = LANES<A>;
     const Sight s(a, b);
     const int64_t wide = round_up(a.dim, 16), values = round_up(a.width, 16), keys = s.limit(last - 1), padded = round_up(keys, UNIT);
-    const int64_t queries = round_up(last - first, TILE_ROWS), columns = std::min(padded, TILE_COLUMNS);
+    const int64_t queries = round_up(last - first, TILE_ROWS), columns = std::min(padded, TILE_COLUMNS);  // of keys at a time
     const E *k = row<E>(a.k, s.keys.begin, head, a.dim), *v = row<E>(a.v, s.keys.begin, head, a.width);
     A *q = w.q.get(queries * wide), *kept = w.k.get(padded * wide), *across = w.k_columns.get(padded * wide), *vs = w.v.get(padded * values);
     pack_rows<A>(q, wide, row<E>(a.q, s.queries.begin + first, head, a.dim), a.heads * a.dim, last - first, queries, a.dim, A(a.scale));
@@ -182,40 +172,49 @@ template <class A, class E> struct Forward {
     for (int64_t j = 0; j < padded; j += columns)
       transposed(across + j * wide, std::min(columns, padded - j), kept + j * wide, wide, std::min(columns, padded - j));
     const Biases<A> biases(a, s, head, w.distances);
-    A *scores = w.scores.get(TILE_ROWS * std::max(columns, UNIT)), *sums = w.out.get(TILE_ROWS * values), *one = w.row.get(wide + values);
+    A *scores = w.scores.get(TILE_ROWS * std::max(padded, UNIT)), *sums = w.out.get(TILE_ROWS * values), *one = w.row.get(wide + values);
     int32_t* found = w.buckets.get(TILE_COLUMNS + UNIT);
     static_assert(UNIT % W == 0);
 
     for (int64_t i = first; i < last; i += TILE_ROWS) {
-      A top[TILE_ROWS], total[TILE_ROWS];
-      std::fill(top, top + TILE_ROWS, -std::numeric_limits<A>::infinity());
-      std::fill(total, total + TILE_ROWS, A(0));
       const int64_t rows = std::min(TILE_ROWS, last - i);
-      const auto seen = [&](int64_t r, int64_t j) { return r < rows ? std::min(std::max<int64_t>(s.limit(i + r) - j, 0), columns) : 0; };
-      std::fill(sums, sums + TILE_ROWS * values, A(0));
-      for (int64_t j = 0; j < s.limit(i + rows - 1); j += columns) {
+      const auto limit = [&](int64_t r) { return r < rows ? s.limit(i + r) : 0; };
+      const auto seen = [&](int64_t r, int64_t j) { return std::min(std::max<int64_t>(limit(r) - j, 0), columns); };
+      for (int64_t j = 0; j < limit(rows - 1); j += columns)
         for (int64_t g = 0; g < rows; g += ROWS) {
-          const int64_t most = seen(std::min(g + ROWS, rows) - 1, j), end = std::min(round_up(most, W), columns);
-          if (!most) continue;
-          A* tile = scores + g * columns;
-          product(tile, columns, Left<A>{q + (i - first + g) * wide, wide, 1}, across + j * wide, std::min(columns, padded - j), most, a.dim, false);
-          for (int64_t r = g; r < g + ROWS; r++) {
-            const int64_t n = seen(r, j);
-            A* x = scores + r * columns;
-            if (n) biases.add(x, found, i + r, s.position(i + r), j, n);
-            if (a.softmax) weigh(x, n, end, top[r], total[r], sums + r * values, values);
-            else activate(x, n, end);
-          }
-          product(sums + g * values, values, Left<A>{tile, columns, 1}, vs + j * values, values, a.width, most, true);
+          const int64_t most = seen(std::min(g + ROWS, rows) - 1, j);
+          A* x = scores + g * padded + j;
+          if (most) product(x, padded, Left<A>{q + (i - first + g) * wide, wide, 1}, across + j * wide, std::min(columns, padded - j), most, a.dim, false);
+          for (int64_t r = g; r < g + ROWS; r++, x += padded)
+            if (const int64_t n = seen(r, j)) biases.add(x, found, i + r, s.position(i + r), j, n);
         }
-      }
+      A shift[TILE_ROWS], own[TILE_ROWS], total[TILE_ROWS];
+      for (int64_t r = 0; r < rows; r++) own[r] = s.is_target(i + r) ? own_score(s, biases, head, i + r, q + (i - first + r) * wide, one, found) : A(0);
+      for (int64_t r = 0; r < TILE_ROWS; r++)
+        weigh(scores + r * padded, limit(r), limit(rows - 1), r < rows && s.is_target(i + r) ? own + r : nullptr, shift[r]);
+      for (int64_t r = 0; a.softmax && r < rows; r += 16)
+        invariant::chains_of_numbers(scores + r * padded, padded, limit(std::min(r + 16, rows) - 1), 16, total + r);
+      std::fill(sums, sums + TILE_ROWS * values, A(0));
+      for (int64_t j = 0; j < limit(rows - 1); j += columns)
+        for (int64_t g = 0; g < rows; g += ROWS)
+          if (const int64_t most = seen(std::min(g + ROWS, rows) - 1, j))
+            product(sums + g * values, values, Left<A>{scores + g * padded + j, padded, 1}, vs + j * values, values, a.width, most, true);
       for (int64_t r = 0; r < rows; r++) {
         A* x = sums + r * values;
-        if (s.is_target(i + r)) see_itself(s, biases, head, i + r, q + (i - first + r) * wide, one, x, top[r], total[r], found);
+        const bool target = s.is_target(i + r);
+        if (target) {
+          pack_rows<A>(one, values, row<E>(a.v, s.keys.begin + s.place(i + r), head, a.width), 0, 1, 1, a.width, A(1));
+          add_times(x, one, own[r], values);
+          total[r] += own[r];
+        }
         const int64_t at = (s.queries.begin + i + r) * a.heads + head;
-        const bool none = a.softmax && total[r] == 0 && top[r] == -std::numeric_limits<A>::infinity() && s.limit(i + r) == 0;
-        if (a.softmax) logs[at] = none ? top[r] : top[r] + std::log(total[r]);
-        unpack_row(out + at * a.width, x, a.width, none || !a.softmax ? A(1) : A(1) / total[r]);
+        const bool none = !target && limit(r) == 0;
+        if (a.softmax) {
+          logs[at] = none ? -std::numeric_limits<A>::infinity() : logarithm(total[r]) + shift[r];
+          if (!none)
+            for (int64_t d = 0; d < values; d += W) store<W>(x + d, Vec<A, W>(load<W>(x + d) / total[r]));
+        }
+        unpack_row(out + at * a.width, x, a.width, A(1));
       }
     }
   }
@@ -224,42 +223,42 @@ template <class A, class E> struct Forward {
     return reinterpret_cast<const T*>(x) + (position * a.heads + head) * dim;
   }
 
-  // One more tile of n scores of a row of softmax; what was summed so far shrinks if the maximum grows.
-  void weigh(A* x, int64_t n, int64_t end, A& top, A& total, A* sums, int64_t values) const {
+  // Turns the n scores of a row, and the score of a target's own key, into weights; those of softmax are not divided yet. Zeros follow up to `end`.
+  void weigh(A* x, int64_t n, int64_t end, A* own, A& shift) const {
     constexpr int W = LANES<A>;
-    if (!n) return std::fill(x, x + end, A(0));
-    std::fill(x + n, x + round_up(n, W), -std::numeric_limits<A>::max());
-    const A best = std::max(top, greatest(x, n)), shift = best == -std::numeric_limits<A>::infinity() ? A(0) : best;
-    if (total != 0) {
-      const A shrink = std::exp(top - shift);
-      total *= shrink;
-      for (int64_t d = 0; d < values; d++) sums[d] *= shrink;
+    constexpr A NONE = -std::numeric_limits<A>::infinity();
+    shift = 0;
+    if (a.softmax) {
+      std::fill(x + n, x + round_up(n, W), NONE);
+      const A best = n ? greatest(x, n) : NONE, most = own ? std::max(best, *own) : best;
+      shift = most > NONE ? most : A(0);
+      raise(x, n, shift);
+    } else {
+      activate(x, n);
     }
-    total += raise(x, n, end, shift);
-    top = best;
+    std::fill(x + n, x + std::max(end, round_up(n, W)), A(0));
+    if (!own) return;
+    alignas(64) A y[W] = {*own};
+    a.softmax ? raise(y, 1, shift) : activate(y, 1);
+    *own = y[0];
   }
 
-  void activate(A* x, int64_t n, int64_t end) const {
+  void activate(A* x, int64_t n) const {
     constexpr int W = LANES<A>;
     const A part = A(1 / a.normalizer);
     for (int64_t c = 0; c < n; c += W) {
       const Vec<A, W> y = load<W>(x + c);
       store<W>(x + c, Vec<A, W>(y * sigmoid<A, W>(y) * part));
     }
-    std::fill(x + n, x + end, A(0));
   }
 
-  // A target's own key: one more tile, of one key.
-  void see_itself(const Sight& s, const Biases<A>& biases, int64_t head, int64_t i, const A* q, A* one, A* sums, A& top, A& total, int32_t* found) const {
-    const int64_t wide = round_up(a.dim, 16), values = round_up(a.width, 16), j = s.place(i);
+  // The score of a target's own key.
+  A own_score(const Sight& s, const Biases<A>& biases, int64_t head, int64_t i, const A* q, A* one, int32_t* found) const {
+    const int64_t wide = round_up(a.dim, 16), j = s.place(i);
     pack_rows<A>(one, wide, row<E>(a.k, s.keys.begin + j, head, a.dim), 0, 1, 1, a.dim, A(1));
-    pack_rows<A>(one + wide, values, row<E>(a.v, s.keys.begin + j, head, a.width), 0, 1, 1, a.width, A(1));
-    alignas(64) A x[LANES<A>];
-    x[0] = inner(q, one, wide);
-    biases.add(x, found, i, j, j, 1);  // at distance 0
-    if (a.softmax) weigh(x, 1, LANES<A>, top, total, sums, values);
-    else activate(x, 1, LANES<A>);
-    add_times(sums, one + wide, x[0], values);
+    A x = inner(q, one, a.dim);
+    biases.add(&x, found, i, j, j, 1);  // at distance 0
+    return x;
   }
 };
 

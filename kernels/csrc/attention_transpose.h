@@ -133,7 +133,7 @@ template <class A, class E> struct Transpose {
     x.biases.add(p, x.found, i, position, j, n);
     if (a.softmax) {
       for (int64_t c = 0; c < n; c += W) {
-        const Vec<A, W> y = exponential<W>(Vec<A, W>(load<W>(p + c) - log));
+        const Vec<A, W> y = exponential<A, W>(load<W>(p + c) - log);
         store<W>(p + c, y);
         store<W>(ds + c, Vec<A, W>(y * (load<W>(ds + c) - middle)));
       }
@@ -143,7 +143,7 @@ template <class A, class E> struct Transpose {
     for (int64_t c = 0; c < n; c += W) {
       const Vec<A, W> y = load<W>(p + c), z = sigmoid<A, W>(y);
       store<W>(p + c, Vec<A, W>(y * z * part));
-      store<W>(ds + c, Vec<A, W>(load<W>(ds + c) * part * z * (A(1) + y * (A(1) - z))));
+      store<W>(ds + c, Vec<A, W>(load<W>(ds + c) * part * (z * (A(1) + y * (A(1) - z)))));
     }
   }
 

@@ -3,8 +3,9 @@
 //   out[b, pair(i, j)] = ⟨x_i, x_j⟩, i > j        d_x[b, i] = Σ_{j ≠ i} d[b, pair(i, j)] x_j        pair(i, j) = i (i - 1) / 2 + j
 //
 // Only the blocks of x xᵀ that meet the lower triangle are computed. The vectors may come in several parts, which are never joined in memory.
-// One thread computes an example, and sums every product in the order of its columns: the bits depend neither on threads nor on the batch.
+// One thread computes an example, in the order of invariant.h: chains of CHAIN terms, then a tree. The bits depend on the numbers alone.
 #pragma once
+#include "invariant_sums.h"
 #include "parallel.h"
 #include "products.h"
 
@@ -37,6 +38,13 @@ struct Stack {
   int64_t depth() const { return round_up(std::max<int64_t>(dim, 1), LINE); }      // columns of packed vectors
   int64_t height() const { return round_up(std::max<int64_t>(vectors, 1), LINE); }  // rows of packed vectors
 };
+
+constexpr int64_t chains_of(int64_t terms) { return std::max<int64_t>(1, (terms + invariant::CHAIN - 1) / invariant::CHAIN); }
+
+// f(first, terms, its place) for each chain of a sum.
+template <class F> void for_chains(int64_t terms, F&& f) {
+  for (int64_t k = 0; k < chains_of(terms); k++) f(k * invariant::CHAIN, std::min(invariant::CHAIN, terms - k * invariant::CHAIN), k);
+}
 
 // The packed vectors of one example [height, depth], with zeros around them.
 template <class E, class A> void pack_example(A* to, const Stack& s, int64_t b) {
@@ -76,10 +84,15 @@ template <class E> void products_of_example(const Stack& s, int64_t b, E* out, A
   A *const x = memory, *const across = x + height * depth, *const square = across + depth * height;
   pack_example<E>(x, s, b);
   transposed(across, height, x, depth, height);
-  for_row_blocks(1, s.vectors, [&](int64_t first, auto rows) {
-    constexpr int R = decltype(rows)::value;
-    product<A, R>(square + first * height, height, Left<A>{x + first * depth, depth, 1}, across, height, first + R - 1, s.dim, false);
+  const int64_t size = height * height;
+  for_chains(s.dim, [&](int64_t k, int64_t terms, int64_t chain) {
+    for_row_blocks(1, s.vectors, [&](int64_t first, auto rows) {
+      constexpr int R = decltype(rows)::value;
+      A* const to = square + chain * size + first * height;
+      product<A, R>(to, height, Left<A>{x + first * depth + k, depth, 1}, across + k * height, height, first + R - 1, terms, false);
+    });
   });
+  invariant::join_blocks(square, chains_of(s.dim), size);
   for (int64_t i = 1, at = 0; i < s.vectors; at += i++) copy_row(out + at, square + i * height, i, s.pairs() - at);
 }
 
@@ -106,13 +119,17 @@ template <class E> void transpose_of_example(const Stack& s, const Stack& out, i
   symmetric(both, rows_of_part, s, d);
   for (const Vectors& p : out.parts) {
     E* const to = reinterpret_cast<E*>(p.data) + b * p.stride;
-    const bool whole = std::is_same_v<E, A> && s.dim % LANES<A> == 0;  // then products go straight to the output
+    const bool whole = std::is_same_v<E, A> && s.dim % LANES<A> == 0 && s.vectors <= invariant::CHAIN;  // then products go straight to the output
     A* const c = whole ? reinterpret_cast<A*>(to) : rows_of_part;
-    const int64_t c_row = whole ? s.dim : depth;
-    for_row_blocks(p.begin, p.begin + p.count, [&](int64_t first, auto rows) {
-      constexpr int R = decltype(rows)::value;
-      product<A, R>(c + (first - p.begin) * c_row, c_row, Left<A>{both + first * height, height, 1}, x, depth, s.dim, s.vectors, false);
+    const int64_t c_row = whole ? s.dim : depth, size = p.count * c_row;
+    for_chains(s.vectors, [&](int64_t k, int64_t terms, int64_t chain) {
+      for_row_blocks(p.begin, p.begin + p.count, [&](int64_t first, auto rows) {
+        constexpr int R = decltype(rows)::value;
+        A* const at = c + chain * size + (first - p.begin) * c_row;
+        product<A, R>(at, c_row, Left<A>{both + first * height + k, height, 1}, x + k * depth, depth, s.dim, terms, false);
+      });
     });
+    invariant::join_blocks(c, chains_of(s.vectors), size);
     if (!whole)
       for (int64_t i = 0; i < p.count; i++) unpack_row(to + i * s.dim, c + i * c_row, s.dim, A(1));
   }
@@ -135,7 +152,7 @@ inline void dot_interaction(Reader in) {
   char* const out = in.pointer<char>();
   with_table_type(s.dtype, [&](auto tag) {
     using E = typename decltype(tag)::type;
-    const int64_t numbers = s.height() * (2 * s.depth() + s.height());
+    const int64_t numbers = s.height() * (2 * s.depth() + chains_of(s.dim) * s.height());
     for_examples<Acc<E>>(threads, s, numbers, [&](int64_t b, Acc<E>* memory) {
       products_of_example(s, b, reinterpret_cast<E*>(out) + b * s.pairs(), memory);
     });
@@ -152,7 +169,7 @@ inline void dot_interaction_transpose(Reader in) {
   for (size_t k = 0; k < s.parts.size(); k++) out.add(in);
   with_table_type(s.dtype, [&](auto tag) {
     using E = typename decltype(tag)::type;
-    const int64_t numbers = s.height() * (s.depth() + s.height() + std::max(s.depth(), s.height()));
+    const int64_t numbers = s.height() * (s.depth() + s.height() + std::max(chains_of(s.vectors) * s.depth(), s.height()));
     for_examples<Acc<E>>(threads, s, numbers, [&](int64_t b, Acc<E>* memory) {
       transpose_of_example(s, out, b, reinterpret_cast<const E*>(d) + b * stride, memory);
     });

@@ -14,12 +14,9 @@
 #include <vector>
 
 #include "abi.h"
+#include "fused.h"
 #include "parallel.h"
 #include "products.h"
-#include "simd.h"
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#endif
 
 namespace funcrec::invariant {
 
@@ -27,41 +24,31 @@ constexpr int64_t CHAIN = 256;              // terms of one chain
 constexpr int64_t DEPTH = 4 * CHAIN;        // terms that are packed at a time: a whole subtree
 constexpr int TALL = VECTOR_BYTES == 64 ? 14 : VECTOR_BYTES == 32 ? 6 : 4;  // rows of a tile: all its sums stay in registers
 constexpr int WIDE = 2;                     // vectors of a tile
-constexpr int64_t PANELS = 8, STRIPS = 16;  // tiles of rows and of columns that are packed at a time
+constexpr int64_t SQUARE = 16;              // a side of the squares that are turned
+constexpr int64_t PANELS = 4, STRIPS = 8;  // tiles of rows and of columns that are packed at a time
 constexpr int64_t IN_PLACE = 5 * TALL;      // up to so many rows, B is read where it lies
-
-// x y + acc with one rounding in each lane, whatever the compiler's flags. Vectors go by value: GCC keeps arrays of them in registers only so.
-template <class A, int W> FUNCREC_INLINE Vec<A, W> fused(A x, Vec<A, W> y, Vec<A, W> acc) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(A) == 4) return (Vec<A, W>)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)y, (__m512)acc);
-  else return (Vec<A, W>)_mm512_fmadd_pd(_mm512_set1_pd(x), (__m512d)y, (__m512d)acc);
-#elif defined(__AVX__) && defined(__FMA__)
-  if constexpr (sizeof(A) == 4) return (Vec<A, W>)_mm256_fmadd_ps(_mm256_set1_ps(x), (__m256)y, (__m256)acc);
-  else return (Vec<A, W>)_mm256_fmadd_pd(_mm256_set1_pd(x), (__m256d)y, (__m256d)acc);
-#elif defined(__aarch64__)
-  if constexpr (sizeof(A) == 4) return (Vec<A, W>)vfmaq_n_f32((float32x4_t)acc, (float32x4_t)y, x);
-  else return (Vec<A, W>)vfmaq_n_f64((float64x2_t)acc, (float64x2_t)y, x);
-#else
-  Vec<A, W> out;
-  for (int i = 0; i < W; i++) out[i] = std::fma(x, y[i], acc[i]);
-  return out;
-#endif
-}
 
 // -- the tile: R rows by V vectors ------------------------------------------------------------------------------------
 
-// C [R, V vectors] of one chain. `a` is packed, R numbers a term; `b` has rows `b_row` apart. All sums stay in registers.
-template <class A, int R, int V> void chain(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row) {
+// Numbers of a term in a packed panel of `rows` rows: with AVX-512 whole squares, which are written and read without a remainder.
+template <class A> constexpr int64_t pitch(int64_t rows) { return VECTOR_BYTES == 64 && sizeof(A) == 4 ? SQUARE : rows; }
+
+// C [R, V vectors] of one chain, plus `joins` sums that came before it, the last one first: they lie at `kept`, downwards. `a` is packed; `b` has rows
+// `b_row` apart. All sums stay in registers.
+template <class A, int R, int V> void chain(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins) {
   constexpr int W = LANES<A>;
   Vec<A, W> s[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) s[r][v] = Vec<A, W>{};
-  for (int64_t k = 0; k < depth; k++, a += R, b += b_row) {
+  for (int64_t k = 0; k < depth; k++, a += pitch<A>(R), b += b_row) {
     Vec<A, W> y[V];
     for (int v = 0; v < V; v++) y[v] = load<W>(b + v * W);
     for (int r = 0; r < R; r++)
       for (int v = 0; v < V; v++) s[r][v] = fused<A, W>(a[r], y[v], s[r][v]);
   }
+  for (; joins > 0; joins--, kept -= R * V * W)
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) s[r][v] = load<W>(kept + (r * V + v) * W) + s[r][v];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) store<W>(c + r * c_row + v * W, s[r][v]);
 }
@@ -69,19 +56,19 @@ template <class A, int R, int V> void chain(int64_t depth, const A* a, const A* 
 // C of R rows and `columns` columns, at most V vectors, for at most DEPTH terms: four chains, whose sums are joined as a tree.
 template <class A, int R, int V> void tile(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, int64_t columns) {
   constexpr int W = LANES<A>, SIZE = R * V * W;
-  if (depth <= CHAIN && columns == V * W) return chain<A, R, V>(depth, a, b, b_row, c, c_row);
+  const bool whole = columns == V * W;
+  if (depth <= CHAIN && whole) return chain<A, R, V>(depth, a, b, b_row, c, c_row, nullptr, 0);
   alignas(64) A kept[3][SIZE];  // a binary counter of sums: at most a pair and two single chains wait
-  const auto join = [&](A* left, const A* right) {
-    for (int i = 0; i < SIZE; i += W) store<W>(left + i, load<W>(left + i) + load<W>(right + i));
-  };
   int top = 0;
-  for (int64_t block = 0; block * CHAIN < depth; block++) {
-    const int64_t k = block * CHAIN;
-    chain<A, R, V>(std::min(CHAIN, depth - k), a + k * R, b + k * b_row, b_row, kept[top++], V * W);
-    for (int64_t n = block; n & 1; n >>= 1) top--, join(kept[top - 1], kept[top]);
+  for (int64_t k = 0; k < depth; k += CHAIN) {
+    const bool last = k + CHAIN >= depth;
+    const int joins = last ? top : __builtin_ctzll(~(k / CHAIN)), to = top - joins;
+    A* const at = last && whole ? c : kept[to];
+    chain<A, R, V>(std::min(CHAIN, depth - k), a + k * pitch<A>(R), b + k * b_row, b_row, at, last && whole ? c_row : V * W, kept[0] + (top - 1) * SIZE, joins);
+    top = to + 1;
   }
-  while (top > 1) top--, join(kept[top - 1], kept[top]);
-  for (int r = 0; r < R; r++) std::memcpy(c + r * c_row, kept[0] + r * V * W, columns * sizeof(A));
+  if (!whole)
+    for (int r = 0; r < R; r++) std::memcpy(c + r * c_row, kept[0] + r * V * W, columns * sizeof(A));
 }
 
 // Few rows have few chains: a wider tile keeps the units busy.
@@ -103,32 +90,46 @@ template <class A> struct Operand {
   Operand transposed() const { return {at, stride, !turned}; }
 };
 
-// to[k * width + i] = x[k, i] for i < count: rows of x, one after the other.
-template <class A> void pack_rows(int64_t depth, int64_t width, int64_t count, const A* x, int64_t stride, A* to) {
-  for (int64_t k = 0; k < depth; k++) std::memcpy(to + k * width, x + k * stride, count * sizeof(A));
+// n numbers, of which the usual counts are copied by a few instructions.
+template <class A> FUNCREC_INLINE void copy(A* to, const A* from, int64_t n) {
+  constexpr int W = LANES<A>;
+  if (n == WIDE * W) std::memcpy(to, from, WIDE * W * sizeof(A));
+  else if (n == TALL) std::memcpy(to, from, TALL * sizeof(A));
+  else if (n == TALL - 1) std::memcpy(to, from, (TALL - 1) * sizeof(A));
+  else std::memcpy(to, from, n * sizeof(A));
 }
 
-// to[k * width + i] = x[i, k] for i < count. A square of W by W is read by rows and turned in a buffer that stays in the first cache.
+// to[k * width + i] = x[k, i] for i < count: rows of x, one after the other.
+template <class A> void pack_rows(int64_t depth, int64_t width, int64_t count, const A* x, int64_t stride, A* to) {
+  for (int64_t k = 0; k < depth; k++) copy(to + k * width, x + k * stride, count);
+}
+
+// to[k * width + i] = x[i, k] for i < count. Squares are turned in registers; what lies outside of x is neither read nor left in what another call packs.
 template <class A> void pack_columns(int64_t depth, int64_t width, int64_t count, const A* x, int64_t stride, A* to) {
-  int64_t k = 0;
 #if defined(__AVX512F__)
-  if constexpr (sizeof(A) == 4) {
-    alignas(64) A turned[16 * 16];
-    for (; k + 16 <= depth; k += 16)
-      for (int64_t i = 0; i < count; i += 16) {
-        const int64_t n = std::min<int64_t>(16, count - i);
-        if (n == 16 && i + 16 <= width) {
-          transpose_16(to + k * width + i, width, x + i * stride + k, stride);
-          continue;
+  if constexpr (sizeof(A) == 4)
+    if (width % SQUARE == 0) {
+      for (int64_t k = 0; k < depth; k += SQUARE)
+        for (int64_t i = 0; i < count; i += SQUARE) {
+          const int64_t rows = std::min(SQUARE, count - i), terms = std::min(SQUARE, depth - k);
+          if (rows == SQUARE && terms == SQUARE) {
+            transpose_16(to + k * width + i, width, x + i * stride + k, stride);
+            continue;
+          }
+          const __mmask16 some = __mmask16((1u << terms) - 1);
+          alignas(64) A square[SQUARE * SQUARE], turned[SQUARE * SQUARE];
+          for (int64_t j = 0; j < rows; j++) _mm512_store_ps(square + j * SQUARE, _mm512_maskz_loadu_ps(some, x + (i + j) * stride + k));
+          if (terms == SQUARE) {
+            transpose_16(to + k * width + i, width, square, SQUARE);
+            continue;
+          }
+          transpose_16(turned, SQUARE, square, SQUARE);
+          for (int64_t j = 0; j < terms; j++) std::memcpy(to + (k + j) * width + i, turned + j * SQUARE, SQUARE * sizeof(A));
         }
-        alignas(64) A square[16 * 16];
-        for (int64_t j = 0; j < n; j++) std::memcpy(square + j * 16, x + (i + j) * stride + k, 16 * sizeof(A));
-        transpose_16(turned, 16, square, 16);
-        for (int64_t j = 0; j < 16; j++) std::memcpy(to + (k + j) * width + i, turned + j * 16, n * sizeof(A));
-      }
-  }
+      return;
+    }
 #endif
-  for (; k < depth; k++)
+  for (int64_t k = 0; k < depth; k++)
     for (int64_t i = 0; i < count; i++) to[k * width + i] = x[i * stride + k];
 }
 
@@ -145,7 +146,8 @@ template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_
   static constexpr auto NARROW = tiles<A, 1>(Upto{}), FULL = tiles<A, WIDE>(Upto{}), WIDER = wide_tiles<A>(Upto{});
   constexpr int64_t L = LANES<A>, STRIP = WIDE * L, STEP = STRIP * STRIPS, TILES = TALL * PANELS;
   static thread_local Scratch<A> memory;
-  A* const packed_b = memory.get(DEPTH * (STEP + TILES));
+  const int64_t room = pitch<A>(TALL) * depth;  // of a panel of A
+  A* const packed_b = memory.get(DEPTH * (STEP + pitch<A>(TALL) * PANELS));
   A* const packed_a = packed_b + DEPTH * STEP;
   const bool in_place = rows <= IN_PLACE && !b.turned;
   const int64_t step = rows <= TALL && in_place ? width_of(int(rows)) * L : STRIP;
@@ -155,7 +157,7 @@ template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_
       const int64_t count = (height + TALL - 1) / TALL;  // tiles of equal height, or one row less
       for (int64_t i = 0; i < count; i++) {
         const int64_t r = height * i / count, end = height * (i + 1) / count;
-        pack(depth, end - r, end - r, a.from(top + r, 0).transposed(), packed_a + r * depth);
+        pack(depth, pitch<A>(end - r), end - r, a.from(top + r, 0).transposed(), packed_a + i * room);
       }
       for (int64_t j = 0; j < width;) {
         const int64_t wide = step > STRIP && width - j < step ? STRIP : step, n = std::min(wide, width - j);
@@ -169,7 +171,7 @@ template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_
         const auto& set = wide > STRIP ? WIDER : n <= L ? NARROW : FULL;
         for (int64_t i = 0; i < count; i++) {
           const int64_t r = height * i / count, end = height * (i + 1) / count;
-          set[end - r - 1](depth, packed_a + r * depth, at, stride, c + (top + r) * c_row + left + j, c_row, n);
+          set[end - r - 1](depth, packed_a + i * room, at, stride, c + (top + r) * c_row + left + j, c_row, n);
         }
         j += n;
       }

@@ -1,9 +1,9 @@
-// Products of small matrices and exponentials, in the order of one thread: what attention and interactions need of dense arithmetic.
+// Products of small matrices, in the order of one thread: what attention and interactions need of dense arithmetic.
 //
 //   C[r, c] (+)= Σ_k A[r, k] · B[k, c]        6 rows by up to 4 vectors of columns stay in registers
 //
 // Rows of B and C begin at multiples of a vector, and are padded to whole vectors. Rows of A and C are padded to multiples of 6.
-// The file is compiled with contraction to fused multiply-adds, so its bits depend on the instruction set, not on the threads.
+// Every element is one chain of `fused` in order of k: its bits depend on the numbers alone.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "abi.h"
-#include "simd.h"
+#include "fused.h"
 #include "top_k.h"
 
 namespace funcrec {
@@ -57,7 +57,7 @@ template <class A, int NV, int R> FUNCREC_INLINE void product_block(A* c, int64_
     for (int v = 0; v < NV; v++) x[v] = load<W>(b + k * b_row + v * W);
     for (int r = 0; r < R; r++) {
       const A y = left.a[r * left.row + k * left.column];
-      for (int v = 0; v < NV; v++) sums[r][v] += x[v] * y;
+      for (int v = 0; v < NV; v++) sums[r][v] = fused<A, W>(y, x[v], sums[r][v]);
     }
   }
   for (int r = 0; r < R; r++)
@@ -75,32 +75,6 @@ template <class A, int R = ROWS> void product(A* c, int64_t c_row, Left<A> left,
     if (vectors == 2) product_block<A, 2, R>(c, c_row, left, b, b_row, depth, add);
   }
   if (vectors == 1) product_block<A, 1, R>(c, c_row, left, b, b_row, depth, add);
-}
-
-// e^x to about one unit in the last place; 0 below the normal numbers, NaN for NaN.
-template <int W> FUNCREC_INLINE Vec<float, W> exponential(Vec<float, W> x) {
-  using V = Vec<float, W>;
-  const V cut = x > 88.7f ? V{} + 88.7f : x;
-  const V n = (cut * 1.44269504f + 12582912.0f) - 12582912.0f;
-  const V r = (cut - n * 0.693359375f) + n * 2.12194440e-4f;
-  V y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f, y = y * r + 4.1665795894e-2f, y = y * r + 1.6666665459e-1f, y = y * r + 5.0000001201e-1f;
-  y = y * (r * r) + r + 1.0f;
-  const auto power = bit_cast<V>(Vec<int32_t, W>((convert<int32_t, W>(n) + 127) << 23));
-  return x < -87.3f ? V{} : y * power;
-}
-
-template <int W> FUNCREC_INLINE Vec<double, W> exponential(Vec<double, W> x) {
-  using V = Vec<double, W>;
-  const V cut = x > 709.0 ? V{} + 709.0 : x;
-  const V n = (cut * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0;
-  const V r = (cut - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
-  V y = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
-  for (const double c : {1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0, 1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0,
-                         1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0})
-    y = y * r + c;
-  const auto power = bit_cast<V>(Vec<int64_t, W>((convert<int64_t, W>(n) + 1023) << 52));
-  return x < -708.0 ? V{} : y * power;
 }
 
 // Rows of `dim` elements E, `stride` elements apart, as rows of A times a factor, padded by zeros to `width`; rows [rows, padded) are zeros.

@@ -7,11 +7,14 @@ import itertools
 
 import pytest
 import torch
-from funcrec.kernels import ops, reference
+from funcrec.kernels import ops, reference, reference_attention
+from funcrec.kernels.forms import accumulation_dtype, time_bounds
+from funcrec.kernels.reference_jagged import place_among
 from hypothesis import given
 from hypothesis import strategies as st
 from programs.surroundings import on_threads
 
+import funcrec as fr
 from funcrec.testing import assert_trees_close
 
 F64 = torch.float64
@@ -135,19 +138,69 @@ def test_bits_do_not_depend_on_threads_or_the_batch(softmax, mixture):
         assert torch.equal(x, y)
 
 
-def test_instruction_sets_agree(on_every_level):
-    """AVX-512, AVX2 and plain x86 agree within rounding; fused multiply-adds may change the last bits."""
-    floats, d, rest = drawn("kept", "both", torch.float32)
-    numbers = 0.4, 7.0, True, True
+def in_order(numbers, d, out, logs, floats, rest):
+    """Return attention and its cotangents by the formulas, as dense matrices of the padded bags."""
+    (scale, normalizer, softmax, causal), (offsets, key_offsets, position_bias, time_bias, *times, targets) = (
+        numbers,
+        rest,
+    )
+    queries, keys = reference_attention._layouts(offsets, floats[0].shape[0], key_offsets, floats[1].shape[0])
+    wide = lambda x: x.to(accumulation_dtype(x.dtype))
+    q, k, v = queries.take(wide(floats[0])) * scale, keys.take(wide(floats[1])), keys.take(wide(floats[2]))
+    d_out, own = queries.take(wide(d)), queries.take(wide(out))
+    sees, distance = reference_attention._pairs(queries, keys, targets, causal)
+    s = torch.einsum("gnhd,gmhd->ghnm", q, k)
+    if position_bias is not None:
+        s = s + reference_attention._picked(wide(position_bias), distance.clamp(max=position_bias.shape[1] - 1))
+        apart = (queries.take(times[0].double())[:, :, None] - keys.take(times[1].double())[:, None]).abs().float()
+        s = s + reference_attention._picked(wide(time_bias), place_among(time_bounds(time_bias), apart))
+    g = torch.einsum("gnhv,gmhv->ghnm", d_out, v)
+    if softmax:
+        p = (s - queries.take(logs).movedim(2, 1)[..., None]).exp()
+        slopes = p * (g - (d_out * own).sum(-1).movedim(2, 1)[..., None])
+    else:
+        z = s.sigmoid()
+        p, slopes = s * z * (1 / normalizer), g * (1 / normalizer) * (z * (1 + s * (1 - z)))
+    p, slopes = (torch.where(sees[:, None], x, 0) for x in (p, slopes))
+    d_q = torch.einsum("ghnm,gmhd->gnhd", slopes, k) * scale
+    d_k, d_v = torch.einsum("ghnm,gnhd->gmhd", slopes, q), torch.einsum("ghnm,gnhv->gmhv", p, d_out)
+    return [x.to(d.dtype) for x in (queries.put(d_q), keys.put(d_k), keys.put(d_v))]
 
-    def run():
-        out = ops.jagged_attention(*floats, *rest, *numbers)
-        return [*out, *ops.jagged_attention_transpose(d, *out, *floats, *rest, *numbers)]
 
-    first, *others = on_every_level(run).values()
-    for other in others:
-        for x, y in zip(first, other, strict=True):
-            near(x, y.double(), 2e-5, 10.0)
+@pytest.mark.parametrize("shape", ["short", "kept", "fewer keys"])
+@pytest.mark.parametrize("dtype", BUDGET)
+def test_every_sum_is_one_chain_on_every_instruction_set(shape, dtype, on_every_level):
+    """Outputs, logarithms and all cotangents have the same bits with AVX-512, AVX2 and plain x86. They are the bits of
+    the formulas, whose products and sums are one chain each, with the exact functions of `fr.invariant`."""
+    for causal, softmax, mixture in SETTINGS[:: 1 if shape == "short" else 3]:
+        floats, d, rest = drawn(shape, mixture, dtype)
+        numbers = 0.4, 7.0, softmax, causal
+
+        def run(floats=floats, d=d, rest=rest, numbers=numbers):
+            out = ops.jagged_attention(*floats, *rest, *numbers)
+            return [*out, *ops.jagged_attention_transpose(d, *out, *floats, *rest, *numbers)]
+
+        first, *others = on_every_level(run).values()
+        assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+        with ops.using("reference"):
+            want = fr.invariant(reference.jagged_attention)(*floats, *rest, *numbers)
+            want += (*fr.invariant(in_order)((*numbers[:2], softmax, causal), d, *first[:2], floats, rest),)
+        for got, x in zip(first, want, strict=False):
+            assert torch.equal(got, x), (causal, softmax, mixture)
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+def test_long_bags_have_the_same_bits_on_every_instruction_set(softmax, on_every_level):
+    """Bags of more than two tiles of keys, and of two tasks of queries, have the same bits on each instruction set."""
+    for shape, mixture in (("two tiles of keys", "both"), ("two tasks", "targets")):
+        floats, d, rest = drawn(shape, mixture, torch.float32)
+
+        def run(floats=floats, d=d, rest=rest):
+            out = ops.jagged_attention(*floats, *rest, 0.4, 7.0, softmax, True)
+            return [*out, *ops.jagged_attention_transpose(d, *out, *floats, *rest, 0.4, 7.0, softmax, True)]
+
+        first, *others = on_every_level(run).values()
+        assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
 def test_wild_offsets_read_nothing_outside():
