@@ -3,6 +3,8 @@
 from funcrec.core import random as random
 from funcrec.core._annotations import PARTS as PARTS
 from funcrec.core._annotations import kind_of as kind_of
+from funcrec.core._by_tree import by_tree as by_tree
+from funcrec.core._by_tree import is_by_tree as is_by_tree
 from funcrec.core._checked import checked as checked
 from funcrec.core._checked import is_checking as is_checking
 from funcrec.core._checks import absent_problems as absent_problems

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcrec.core import any_tracked, fail, is_in_derivative, own_errors, tree_leaves, typed
+from funcrec.core import any_tracked, by_tree, fail, is_in_derivative, own_errors, tree_leaves, typed
 from funcrec.invariance._hints import hint_for
 from funcrec.invariance._table import place_of
-from funcrec.mesh import by_tree
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -42,7 +41,8 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
       TypeError: `fn` reaches an operator whose order of operations is torch's own, such as a convolution, a
         decomposition of a matrix, or a draw of torch's generator, or complex numbers (the message says what to write in
         its place); something outside differentiates the call; or torch.export records it.
-      NotImplementedError: a product or a sum on a device without an implementation, such as CUDA.
+      NotImplementedError: a product or a sum on a device without an implementation, such as CUDA; a forward or second
+        derivative of attention within bags.
 
     Law: for a function of examples, invariant(fn) of a batch has in each row the bits of the example alone. Values are
       those of `fn`, up to rounding. The bits of lookups, row updates, interactions and attention within bags
@@ -55,8 +55,8 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
       as with `exact=True`; `dedup` and a `codec` raise.
 
     Cost: products have 0.85 to 1 of oneDNN's speed for 64 rows and more, and 0.4 for one row and a matrix that is
-      stored by columns. A compiled step takes 1.12 (DeepFM) to 1.25 times as long (DLRM, batch 512), on one thread of
-      an AMD EPYC. Eager elementwise functions run as ten to twenty operations; compiled ones are fused.
+      stored by columns. A compiled step takes 1.09 (DLRM, batch 512) to 1.12 times the processor time (DeepFM), on one
+      thread of an AMD EPYC. Eager elementwise functions run as ten to twenty operations; compiled ones are fused.
 
     Example:
       >>> import torch, funcrec as fr

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import any_tracked, is_forward, is_in_jvp, is_transforming, sure
+from funcrec.core import any_tracked, fail, is_by_tree, is_forward, is_in_jvp, is_transforming, sure
 from funcrec.kernels import ops, reference
 
 NUM_FLOATS = 5  # queries, keys, values and two biases; then six tensors without derivatives
@@ -43,10 +43,19 @@ def attention(tensors: Sequence[Tensor | None], numbers: tuple) -> Tensor:
     """
     spec = _Settings(_chosen(sure(tensors[0])), numbers)
     if spec.implementation == "reference" or is_forward() or is_in_jvp():
+        refuse_invariant()
         return reference.jagged_attention(*spec.arguments(tensors))[0]
     if not is_transforming() and not any_tracked(tensors):
         return spec.run(tensors)[0]
     return _Attention.apply(spec, *tensors)[0]
+
+
+def refuse_invariant() -> None:
+    """Raise inside of `invariant`: the reference sums over all bags, and its blocks depend on a bag's place."""
+    if is_by_tree():
+        need, hint = "its value or first derivative, by the C++ kernel", "reverse mode, once: fr.value_and_grad"
+        what, got = "attention has no fixed order here.", "a forward or second derivative, or the reference"
+        fail("funcrec.invariant", what, got=got, need=need, hint=hint, kind=NotImplementedError)
 
 
 def _chosen(x: Tensor) -> str:
@@ -108,6 +117,7 @@ class _Transpose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *moved):
+        refuse_invariant()
         d_out, *tensors = ctx.saved_tensors
         spec, given = ctx.spec, [i for i in range(NUM_FLOATS) if tensors[i] is not None]
 

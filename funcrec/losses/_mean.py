@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Problem, check, is_tracked, typed
+from funcrec.core import Form, Problem, check, is_by_tree, is_tracked, typed
 from funcrec.grad import total_weight
 from funcrec.jagged import is_concrete
-from funcrec.mesh import bound_names, is_by_tree, pmean
+from funcrec.mesh import bound_names, pmean
 from funcrec.tables import blank_padding, holds_somewhere, jump_problems, weight_value_problems
 
 Numbers = Annotated[Tensor, Form("f[B]")]

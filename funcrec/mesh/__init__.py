@@ -9,8 +9,6 @@ from funcrec.mesh._axes import bound as bound
 from funcrec.mesh._axes import bound_names as bound_names
 from funcrec.mesh._axes import coordinates as coordinates
 from funcrec.mesh._axes import rank_at as rank_at
-from funcrec.mesh._by_tree import by_tree as by_tree
-from funcrec.mesh._by_tree import is_by_tree as is_by_tree
 from funcrec.mesh._by_tree import pushed as pushed
 from funcrec.mesh._by_tree import sum_of_kept as sum_of_kept
 from funcrec.mesh._codec import Codec as Codec

@@ -6,32 +6,13 @@
 blocks, its own sum is a node of that tree. The tree over the parts is then the rest of it.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcrec.core import tree_map
-
-_by_tree: ContextVar[bool] = ContextVar("funcrec_by_tree", default=False)
-
-
-def is_by_tree() -> bool:
-    """Return whether this code runs inside of `invariant`, where sums over ranks and parts of a batch are trees."""
-    return _by_tree.get()
-
-
-@contextlib.contextmanager
-def by_tree() -> Iterator[None]:
-    """Return a context in which sums over ranks and parts of a batch are trees."""
-    before = _by_tree.set(True)
-    try:
-        yield
-    finally:
-        _by_tree.reset(before)
+from funcrec.core import is_by_tree, tree_map
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-from funcrec.core import in_parts, one_level_below, tree_flatten, tree_unflatten
+from funcrec.core import in_parts, is_by_tree, one_level_below, tree_flatten, tree_unflatten
 from funcrec.mesh._axes import Axis
-from funcrec.mesh._by_tree import is_by_tree, tree_sum
+from funcrec.mesh._by_tree import tree_sum
 from funcrec.mesh._paper import backend_of
 
 _c10d = torch.ops._c10d_functional

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import in_parts, ravel
-from funcrec.mesh._by_tree import is_by_tree, tree_sum
+from funcrec.core import in_parts, is_by_tree, ravel
+from funcrec.mesh._by_tree import tree_sum
 from funcrec.mesh._collectives import all_gather, all_to_all, axis_size
 from funcrec.mesh._exchange import MOST_JOINED
 

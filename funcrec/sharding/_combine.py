@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from funcrec.core import is_by_tree
 from funcrec.jagged import offsets_of
 from funcrec.kernels import ops
 from funcrec.kernels.forms import Feature
-from funcrec.mesh import Codec, is_by_tree, send
+from funcrec.mesh import Codec, send
 from funcrec.sharding._lanes import Lane, Routes, places_of
 from funcrec.sharding._route import Routed
 from funcrec.sharding.placement._layout import Bank

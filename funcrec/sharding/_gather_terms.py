@@ -11,8 +11,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from funcrec.core import replace, tree_leaves, tree_map
-from funcrec.mesh import coordinates, gather_each, is_by_tree, rank_at
+from funcrec.core import is_by_tree, replace, tree_leaves, tree_map
+from funcrec.mesh import coordinates, gather_each, rank_at
 from funcrec.sharding.placement._layout import Bank, Layout
 from funcrec.tables import Bags, Entries, RowGrads
 

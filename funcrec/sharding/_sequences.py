@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, replace
-from funcrec.mesh import Codec, is_by_tree, send
+from funcrec.core import Problem, check, is_by_tree, replace
+from funcrec.mesh import Codec, send
 from funcrec.sharding._lanes import Routes, routes_of
 from funcrec.sharding._route import Routed, sent_blocks
 from funcrec.sharding.placement._layout import Bank, Layout

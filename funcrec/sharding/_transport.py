@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check
-from funcrec.mesh import Codec, is_by_tree
+from funcrec.core import Problem, check, is_by_tree
+from funcrec.mesh import Codec
 from funcrec.sharding._combine import combine_transpose, fetch, pooled_here, pooled_there
 from funcrec.sharding._lanes import Routes
 from funcrec.sharding._route import route

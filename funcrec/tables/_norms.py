@@ -18,12 +18,12 @@ from funcrec.core import (
     describe,
     device_problems,
     float_leaf_problems,
+    is_by_tree,
     tree_leaves,
     tree_map,
     typed,
 )
 from funcrec.kernels import ops
-from funcrec.mesh import is_by_tree
 from funcrec.tables._exact_sum import exact_sum, root
 from funcrec.tables._params import Params
 from funcrec.tables._rowgrads import RowGrads, row_squares
