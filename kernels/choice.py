@@ -39,6 +39,11 @@ def using(implementation: str) -> Iterator[None]:
 
 def chosen(implementation: str | None, device: torch.device) -> str:
     """Return the name of the implementation that a call on `device` takes."""
+    if device.type == "mps":
+        raise TypeError(
+            "funcrec.kernels.ops: no implementation runs on Apple's GPUs.\n  got   tensors on mps, which has no f64\n"
+            "  need  tensors on cpu or cuda\n  try   .cpu()"
+        )
     own = _using.get() or _DEVICES.get(device.type, "reference")
     return library.check_name("ops", own if implementation is None else implementation)
 

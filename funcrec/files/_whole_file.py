@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 from funcrec.core import Problem, check, describe, fail, message
-from funcrec.files._urls import STALE_S, URL, Url, raise_of_store, url_of, write_object
+from funcrec.files._urls import STALE_S, STORES, URL, Url, raise_of_store, url_of, write_object
 
 try:
     import fcntl
@@ -48,6 +48,9 @@ def as_path(
         found = url_of(call, text, kind)
         check(call, () if remote or isinstance(found, Path) else local_problems(found, kind))
         return found
+    if text.partition(":/")[0] in STORES:  # pathlib writes "s3://bucket/run" with one slash
+        hint = repr(text.replace(":/", "://", 1))
+        fail(call, "`path` is a URL without its second slash.", got=repr(text), need="a URL as text", hint=hint)
     if not text or "\0" in text or not Path(text).name:
         fail(call, f"`path` names no {kind}.", got=f"{text!r}", need=f"the name of a {kind}", hint=hint)
     return Path(text)

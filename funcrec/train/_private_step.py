@@ -120,7 +120,8 @@ def private_step(
       variance Σ (lr · noise_multiplier · max_norm / batch_size)² of these steps, and is a function of the state's key,
       the table's name, r and b. So flushed tables have the distribution that noise in every step gives, also jointly
       with all reads before. If every batch reads every row, they are those of train_step(grad=fr.private_grads).
-      Saved and loaded, jitted and donated states go on with the same bits.
+      Saved and loaded, jitted and donated states go on with the same bits. Variances are summed in f64: the noise of
+      a step is lost where its rate is below 1e-8 of the rates before it.
 
     Cost: as `private_grads(rows="touched")`, and one more forward pass without `fr.jit`. Memory: 8 bytes for each row.
 

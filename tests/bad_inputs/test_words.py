@@ -1,6 +1,7 @@
 """Errors that torch, pyarrow and Python would raise have the words of funcrec."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,6 +210,9 @@ def test_a_url_is_no_file_of_this_machine(name):
 def test_a_url_names_something_in_a_store_that_can_be_used(name, monkeypatch):
     """A URL raises before any work if its store may show half a file, if the package for it is missing, or if it names
     only a bucket. The error says what to install."""
+    with pytest.raises(ValueError, match=four("without its second slash")) as told:
+        fr.save(Path("memory://bucket/a"), {"x": torch.ones(1)})
+    assert "try   'memory://bucket/a'" in str(told.value)
     for path, what in {
         "https://host/a": "`https://` is not a store",
         "s3://bucket": "names no f",

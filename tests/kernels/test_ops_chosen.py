@@ -15,6 +15,8 @@ def test_the_implementation_is_a_choice():
     with ops.using("reference"):
         assert ops.chosen(None, device) == "reference" and ops.ambient() == "reference"
     assert ops.chosen(None, torch.device("cuda")) == "triton" and ops.chosen(None, torch.device("meta")) == "reference"
+    with pytest.raises(TypeError, match="no implementation runs on Apple's GPUs"):
+        ops.chosen(None, torch.device("mps"))
     with pytest.raises(ValueError, match="'nothing'"):
         ops.gather_rows(TABLE, ROWS, implementation="nothing")
     with pytest.raises(NotImplementedError, match="'reference' has no fused_update"):
