@@ -67,8 +67,7 @@ def prepare() -> None:
     for source in sorted((kernels / "csrc").glob("*.cpp")):
         if (made := objects / f"{source.stem}.o").exists() and made.stat().st_mtime > newest:
             continue
-        own = ("-ffp-contract=fast",) if source.stem in ("attention", "interaction") else ()
-        do(COMPILER, *FLAGS, *own, "-c", source, "-o", made)
+        do(COMPILER, *FLAGS, "-c", source, "-o", made)
     shutil.rmtree(OWN, ignore_errors=True)
     shutil.copytree(ROOT / "funcrec", OWN, ignore=shutil.ignore_patterns("__pycache__", "kernels"))
     shutil.copytree(kernels, OWN / "kernels", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
