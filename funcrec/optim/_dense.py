@@ -7,16 +7,13 @@ and learning rates stay tensors, as under torch.compile. So the same code runs e
 read on the host.
 """
 
-import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from funcrec.core import (
@@ -26,7 +23,6 @@ from funcrec.core import (
     float_leaf_problems,
     has_tracked,
     is_followed,
-    is_in_transform,
     is_transformed,
     is_transforming,
     paths,
@@ -40,11 +36,11 @@ from funcrec.core import (
     tree_unflatten,
     typed_fields,
 )
+from funcrec.optim._as_compiled import tensor_scalars
 from funcrec.optim._checks import hyper_problems as row_hyper_problems
 from funcrec.optim._checks import rate_at, step_problems
 from funcrec.optim._dense_rules import RULES, TENSORS, begun, mended, scaled, tensors_in, updated, with_numbers
 from funcrec.optim._row import step_tensor
-from funcrec.tables import root
 
 DIFFERENTIABLE = tuple(RULES)
 State = Any  # a tree like the parameters, with {name: Tensor} at each leaf
@@ -150,7 +146,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         if is_transforming():
             leaves, held = _alike(leaves, own_grads, held, counters, 0.0 if is_apart else rate)
         clones = _with_grads(leaves, own_grads, tracked)  # torch 2.14's Dynamo sets no gradient inside a mode
-        with _tensor_scalars(tracked):
+        with tensor_scalars(tracked):
             states = _stepped(cls, fixed, clones, held, taken, tracked, _varies(lr) and (1.0 if is_apart else rate))
             if is_apart:
                 clones = [scaled(new, old, torch.as_tensor(rate)) for new, old in zip(clones, leaves, strict=True)]
@@ -255,65 +251,6 @@ def _varies(lr: object) -> bool:
 def _unhooked_step(cls: type) -> Callable:
     """Return `cls.step` without the profiler's hook, which the constructor of Optimizer wraps around it."""
     return cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step
-
-
-class _TensorScalars(TorchFunctionMode):
-    """A mode that lets `alpha` and `value` of add, addcmul and addcdiv be tensors. It makes `out=` a copy for vmap.
-
-    tracked: the square root gets derivative 0 at 0. Its dividend is 0 there too, and torch's derivative gives 0 · ∞.
-    """
-
-    def __init__(self, tracked: bool):
-        super().__init__()
-        self.tracked = tracked
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        for name in ("alpha", "value"):
-            if isinstance(kwargs.get(name), Tensor):
-                args = (args[0], args[1].to(args[0].dtype) * kwargs.pop(name), *args[2:])
-        if self.tracked and func in (Tensor.sqrt, Tensor.sqrt_, torch.sqrt):
-            func = root
-        out = kwargs.pop("out", None)
-        if func in _UNBATCHED and is_in_transform():
-            out, func = args[0], _UNBATCHED[func]
-        result = func(*args, **kwargs)
-        return result if out is None else out.copy_(result)
-
-
-_UNBATCHED = {  # vmap would run these in-place operations once for each member
-    getattr(Tensor, name + "_"): getattr(Tensor, name) for name in ("lerp", "addcmul", "addcdiv", "clamp")
-}
-
-
-@contextlib.contextmanager
-def _tensor_scalars(tracked: bool = False) -> Iterator[None]:
-    """Run torch.optim inside the block as torch.compile does: it reads the value of no tensor."""
-    try:
-        _run_as_compiled(True)
-        with _TensorScalars(tracked):
-            yield
-    finally:
-        _run_as_compiled(False)
-
-
-class _Running:
-    """The threads that run an optimizer, and the value of torch's flag before the first thread began."""
-
-    threads: set[int] = set()
-    before = False
-    lock = threading.Lock()
-
-
-def _run_as_compiled(begins: bool) -> None:
-    """Set or restore the flag of torch for all threads. The first thread sets it, and the last thread restores it."""
-    if torch.compiler.is_dynamo_compiling():
-        return
-    with _Running.lock:
-        if begins and not _Running.threads:
-            _Running.before = torch.compiler._is_compiling_flag
-        (_Running.threads.add if begins else _Running.threads.discard)(threading.get_ident())
-        torch.compiler._is_compiling_flag = bool(_Running.threads) or _Running.before
 
 
 # -- validators --------------------------------------------------------------------------------------------------

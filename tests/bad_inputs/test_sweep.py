@@ -22,6 +22,10 @@ NOT_SWEPT = {
     "data.Place.refuse_type": "raises, which is its work",
     "data.Fitted.apply": "a protocol",
     "data.RowData.take": "a protocol",
+    **{
+        f"{name}.get": "a dict's: any key that is absent gives the default"
+        for name in ("DynamicTables", "FakeQuantizedTables", "QuantizedTables", "ShardedTables")
+    },
 }
 LEAST_FOUR_PARTS, LEAST_OF_A_CALL, LEAST_CALLS, LEAST_NAMED = 0.97, 0.6, 20_000, 0.95
 

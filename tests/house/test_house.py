@@ -55,7 +55,7 @@ SUBCLASSES = {
     "Named": "Mapping",  # for type checkers alone
     "Donated": "Tensor",
     "Invariant": "TorchDispatchMode",
-    "_TensorScalars": "TorchFunctionMode",
+    "TensorScalars": "TorchFunctionMode",
     "_Reads": "TorchFunctionMode",
     "NoHostMemory": "TorchFunctionMode",
     "_Lift": "TorchFunctionMode",

@@ -111,7 +111,7 @@ def _dropped(name, wrong):
 
 
 def _kept_apart(made):
-    return lambda grads, layout, told=(): (grads, made({}, layout, told)[1])
+    return lambda grads, layout, told=(), *rest: (grads, made({}, layout, told, *rest)[1])
 
 
 def _cut_late(made):

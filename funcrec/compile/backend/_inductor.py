@@ -202,6 +202,7 @@ def knowing() -> Iterator[None]:
     """
     import torch._inductor.codecache as codecache
     import torch.utils._sympy.solve as solve
+    from torch._inductor import compile_fx
     from torch._inductor.codegen import common, cpp
     from torch._inductor.cpu_vec_isa import VecISA
     from torch._inductor.runtime import triton_compat
@@ -214,6 +215,7 @@ def knowing() -> Iterator[None]:
         for patch in (*wrapping(), *raising()):
             known.enter_context(replaced(*patch))
         known.enter_context(replaced(cpp, "stride_at_vec_range", of_sums))
+        known.enter_context(replaced(compile_fx, "joint_graph_passes", with_scaled_softmax))
         # torch has one handler of dtypes, and fills its table of 300 rules again for each operation of a loop.
         known.enter_context(replaced(common, "DtypePropagationOpsHandler", functools.cache))
         if platform.machine() in ("x86_64", "AMD64"):
@@ -222,6 +224,21 @@ def knowing() -> Iterator[None]:
             owner = codecache if hasattr(codecache, "triton_key") else triton_compat  # torch < 2.13
             known.enter_context(replaced(owner, "triton_key", lambda key: lambda: None))
         yield
+
+
+def with_scaled_softmax(passes: Callable) -> Callable:
+    """Return Inductor's first passes without the one that turns x/t - max(x/t) into (x - max x)/t.
+
+    It rounds otherwise than eager mode, and reads x once more to see whether all of it is finite.
+    """
+
+    def run(*args, **kwargs):
+        from torch._inductor import config
+
+        with config.patch(disabled_passes=f"{config.disabled_passes},pass_pattern_1"):
+            return passes(*args, **kwargs)
+
+    return run
 
 
 def in_integers(solve: Callable) -> Callable:

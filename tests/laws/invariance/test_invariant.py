@@ -288,3 +288,11 @@ def test_interactions_have_the_same_bits_on_every_instruction_set():
     assert torch.equal(fr.invariant(fr.nn.dot_interaction)(x), want)
     slopes = fr.invariant(torch.func.grad(lambda x: fr.nn.dot_interaction(x).sum()))(x)
     assert torch.equal(slopes[1:2], fr.invariant(torch.func.grad(lambda x: fr.nn.dot_interaction(x).sum()))(x[1:2]))
+
+
+def test_a_compiled_softmax_of_quotients_is_the_eager_one():
+    """log_softmax(x / t) and its derivative have eager bits: Inductor would scale after it subtracts the maximum."""
+    q, c = torch.randn(2, 20, 8, generator=torch.Generator().manual_seed(0))
+    loss = lambda q, c: torch.log_softmax(q @ c.T / 0.05, 1).diagonal().mean()
+    both = fr.invariant(torch.func.grad_and_value(loss, argnums=(0, 1)))
+    equal(fr.jit(both)(q, c), both(q, c))

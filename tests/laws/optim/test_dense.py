@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
 from funcrec.optim import Stage, dense, schedule
-from funcrec.optim._dense import _tensor_scalars
+from funcrec.optim._as_compiled import tensor_scalars
 from funcrec.testing import assert_trees_close
 
 CLASSES = {
@@ -184,16 +184,18 @@ def test_threads_update_at_once():
     update = lambda: opt.update(params, opt.init(params), params, step=0)
     want, state = update(), torch.zeros(2)
     with ThreadPoolExecutor(1) as other:
-        mine, others = _tensor_scalars(), _tensor_scalars()
+        mine, others = tensor_scalars(), tensor_scalars()
         mine.__enter__()
         other.submit(others.__enter__).result()
-        mine.__exit__(None, None, None)
-        assert_trees_close(update(), want)
-        assert torch.compiler.is_compiling(), "the other thread runs its optimizer still"
-        assert_trees_close(fr.jit(lambda state: state + 1, donate=("state",))(state), torch.ones(2))
-        with pytest.raises(fr.DonatedError):
-            state.sum()
-        with pytest.raises(TypeError, match="`x` is not a tensor"):
-            fr.nn.dropout("x", fr.key(0), 0.5)
-        other.submit(others.__exit__, None, None, None).result()
+        try:
+            mine.__exit__(None, None, None)
+            assert_trees_close(update(), want)
+            assert torch.compiler.is_compiling(), "the other thread runs its optimizer still"
+            assert_trees_close(fr.jit(lambda state: state + 1, donate=("state",))(state), torch.ones(2))
+            with pytest.raises(fr.DonatedError):
+                state.sum()
+            with pytest.raises(TypeError, match="`x` is not a tensor"):
+                fr.nn.dropout("x", fr.key(0), 0.5)
+        finally:
+            other.submit(others.__exit__, None, None, None).result()
     assert not torch.compiler.is_compiling()
