@@ -177,6 +177,8 @@ def field_problems(field: str, x: Any, spec: str, conversion: str | None) -> Ite
     if isinstance(x, Tensor) and spec and not conversion and x.dim():
         what, hint = f"`text` formats field {field!r} as one number.", "{}, or one element of it"
         yield Problem(what, f"{{{field}:{spec}}} of {describe(x)}", "a tensor without dimensions", hint)
+    elif isinstance(x, Tensor) and spec and not conversion:  # the error of a format that does not fit
+        format(0.0 if x.is_floating_point() else 0j if x.is_complex() else 0, spec)
     elif not isinstance(x, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(x)):
         need, hint = "tensors, and values without tensors", "{batch.label}"
         yield Problem(f"field {field!r} of `text` is a tree with tensors.", describe(x), need, hint, TypeError)

@@ -185,6 +185,7 @@ def test_formats():
     [
         ("{:.2f}", (torch.ones(3),), "`text` formats field '' as one number"),
         ("{} {}", (torch.ones(3),), "`text` is not a format of these values"),
+        ("{:d}", (torch.ones(()),), "`text` is not a format"),
         ("{", (), "`text` is not a format"), ("{name}", (), "`text` is not a format"),
         ("{}", (IDS,), "field '' of `text` is a tree with tensors"), ("{:d}", ("a",), "`text` is not a format"),
     ],
