@@ -228,9 +228,9 @@ WRONG = {
 }
 
 
-def shared(grads, layout, told):
+def shared(grads, layout, *rest):
     """Return the gradients, summed as if the replica axes were ordinary axes."""
-    return fr.sharding._gather_terms.gather_terms(grads, layout._replace(replicas=()), told)
+    return fr.sharding._gather_terms.gather_terms(grads, layout._replace(replicas=()), *rest)
 
 
 @pytest.mark.parametrize("which", WRONG)
