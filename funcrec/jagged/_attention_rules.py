@@ -152,7 +152,7 @@ class _Transpose(torch.autograd.Function):
 
 def member(tensors: Sequence[Tensor | None], dims: Sequence[int | None], k: int) -> list[Tensor | None]:
     """Return the tensors of member k of a vmap."""
-    return [x if dim is None else x.select(dim, k) for x, dim in zip(tensors, dims, strict=True)]
+    return [x if dim is None else sure(x).select(dim, k) for x, dim in zip(tensors, dims, strict=True)]
 
 
 class _Members:
