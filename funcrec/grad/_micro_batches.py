@@ -87,10 +87,9 @@ def accumulate_grads(
       all gradients have the bits of the undivided batch.
 
     Cost: activations of B / k examples, besides the ids and the cotangents of all lookups; inside of `invariant`, up to
-      log2 k + 1 sums of dense gradients. With weights the loss runs
-      once more, to sum the weights over the batch. Under `jit` the micro-batches are one program. The program cannot
-      read lengths, so every part of a jagged value has room for all ids of the value. If the ids of a batch nearly fill
-      the capacity, this costs k passes over the capacity.
+      log2 k + 1 sums of dense gradients. With weights the loss runs once more, to sum the weights over the batch. Under
+      `jit` the micro-batches are one program. The program cannot read lengths, so every part of a jagged value has room
+      for all ids of the value. If the ids of a batch nearly fill the capacity, this costs k passes over the capacity.
 
     Example:
       >>> import torch, funcrec as fr

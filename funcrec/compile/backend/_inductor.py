@@ -215,7 +215,7 @@ def knowing() -> Iterator[None]:
         for patch in (*wrapping(), *raising()):
             known.enter_context(replaced(*patch))
         known.enter_context(replaced(cpp, "stride_at_vec_range", of_sums))
-        known.enter_context(replaced(compile_fx, "joint_graph_passes", with_scaled_softmax))
+        known.enter_context(replaced(compile_fx, "joint_graph_passes", without_scaled_softmax))
         # torch has one handler of dtypes, and fills its table of 300 rules again for each operation of a loop.
         known.enter_context(replaced(common, "DtypePropagationOpsHandler", functools.cache))
         if platform.machine() in ("x86_64", "AMD64"):
@@ -226,7 +226,7 @@ def knowing() -> Iterator[None]:
         yield
 
 
-def with_scaled_softmax(passes: Callable) -> Callable:
+def without_scaled_softmax(passes: Callable) -> Callable:
     """Return Inductor's first passes without the one that turns x/t - max(x/t) into (x - max x)/t.
 
     It rounds otherwise than eager mode, and reads x once more to see whether all of it is finite.
