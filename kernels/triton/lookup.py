@@ -4,21 +4,52 @@
 
 One program holds a tile of bags × columns and goes through the places 0, 1, ... of all its bags together. Each step
 loads one table row per bag, and the program sums every bag in the order of positions. Features of one dim and dtype
-share a launch. A small tensor on the device holds the addresses and options of the features.
+share a launch. A small tensor on the device holds the addresses and options of the features. All but the addresses
+and the numbers of ids stands in a plan, which the next call with the same forms finds again.
 Shapes: B bags, N ids, K rows to read, R rows of a table, D dim.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from funcrec.kernels.forms import Feature, accumulation_dtype, features_of, in_blocks, width_of
+from funcrec.kernels.forms import Feature, accumulation_dtype, features_of, in_blocks
 from funcrec.kernels.triton import launch as on
 from funcrec.kernels.triton.device import bag_bounds, divide, kernel, lanes, larger, rounded, rows_at, sum_columns
 from torch import Tensor
 
 FIELDS = 10  # numbers per feature in the packed tensor; even, so that each feature begins at a multiple of 16 bytes
+
+
+class Group(NamedTuple):
+    """Features of one dim, dtype of table and dtype of ids, which share a launch.
+
+    options: the kernel's constants except the alignment, which the tables' addresses decide.
+    """
+
+    tables: tuple[int, ...]
+    is_weighted: bool
+    tile: on.Tile
+    row_bytes: int
+    programs: int  # along the columns
+    options: dict[str, Any]
+
+
+class Plan(NamedTuple):
+    """A lookup without its tensors.
+
+    numbers: FIELDS for each feature, group after group, with 0 for addresses and numbers of ids.
+    sources: (table, buffer of rows, whether weighted) of each feature. shape, dtype: of a pooled output.
+    """
+
+    groups: tuple[Group, ...]
+    numbers: tuple[int, ...]
+    sources: tuple[tuple[int, int, bool], ...]
+    shape: tuple[int, int]
+    dtype: torch.dtype
 
 
 def pooled_lookup(
@@ -35,21 +66,12 @@ def pooled_lookup(
     Cost: reads N rows, N ids and B offsets per feature, and writes B · C numbers.
     """
     on.check_tables("funcrec.kernels.triton.pooled_lookup", tables)
-    rows, offsets, weights = (
-        on.contiguous(rows),
-        offsets.contiguous(),
-        weights if weights is None else weights.contiguous(),
-    )
-    parts = checked_features(features, offsets, num_bags)
-    used = [tables[f.table].dtype for f in parts]
-    dtype = torch.float64 if torch.float64 in used else torch.float32
-    width = width_of(parts, tables)
-    out = torch.empty(blocks * num_bags, width // blocks, dtype=dtype, device=offsets.device)
-    groups: dict = {}
-    for f in features_of(in_blocks(features, num_bags, width, blocks)):
-        table = tables[f.table]
-        groups.setdefault((table.dtype, table.shape[1], rows[f.rows].dtype), []).append(f)
-    run_groups(_pool, groups, tables, rows, offsets, weights, weights, out, out.stride(0), num_bags)
+    rows, offsets = on.contiguous(rows), offsets.contiguous()
+    weights = weights if weights is None else weights.contiguous()
+    check_bags(features, offsets, num_bags)
+    plan = plan_of(tuple(features), num_bags, blocks, forms_of(tables), tuple(r.dtype for r in rows))
+    out = torch.empty(plan.shape, dtype=plan.dtype, device=offsets.device)
+    run_plan(_pool, plan, tables, rows, offsets, weights, weights, out, out.stride(0), num_bags)
     return out
 
 
@@ -69,69 +91,106 @@ def pooled_lookup_weights(
     on.check_tables("funcrec.kernels.triton.pooled_lookup_weights", tables)
     rows, offsets = on.contiguous(rows), offsets.contiguous()
     num_bags = d_out.shape[0]
-    parts = [f for f in checked_features(features, offsets, num_bags) if f.weighted]
-    used = [tables[f.table].dtype for f in parts]
-    dtype = torch.float64 if torch.float64 in used else torch.float32
+    check_bags(features, offsets, num_bags)
+    plans = waves_of(tuple(features), num_bags, forms_of(tables), tuple(r.dtype for r in rows))
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in plans) else torch.float32
     out = torch.zeros(weights.shape[0], dtype=dtype, device=weights.device)
     d_out = on.with_rows(d_out, dtype)
-    waves: dict = {}
-    taken: list[tuple[int, int, int]] = []  # (first bag, end of the bags, wave) of each feature so far
-    for f in parts:
-        table, end = tables[f.table], f.first_bag + num_bags
-        wave = 1 + max((w for a, b, w in taken if f.first_bag < b and a < end), default=-1)
-        taken.append((f.first_bag, end, wave))
-        waves.setdefault(wave, {}).setdefault((table.dtype, table.shape[1], rows[f.rows].dtype), []).append(f)
-    for wave in sorted(waves):
-        run_groups(
-            _pool_weights, waves[wave], tables, rows, offsets, weights, d_out, out, d_out.stride(0), num_bags,
-            whole_rows=True
-        )  # fmt: skip
+    for plan in plans:
+        run_plan(_pool_weights, plan, tables, rows, offsets, weights, d_out, out, d_out.stride(0), num_bags)
     return out.to(weights.dtype)
 
 
-def checked_features(features: Sequence[int], offsets: Tensor, num_bags: int) -> list[Feature]:
-    """Return the features. Raise if the bags of a feature end after the last offset."""
-    parts = features_of(features)
-    last = max((f.first_bag for f in parts), default=-1) + num_bags
-    if parts and num_bags and last >= offsets.shape[0]:
+def check_bags(features: Sequence[int], offsets: Tensor, num_bags: int) -> None:
+    """Raise if the bags of a feature end after the last offset."""
+    last = max(features[2::7], default=-1) + num_bags
+    if features and num_bags and last >= offsets.shape[0]:
         got = f"offsets i[{offsets.shape[0]}]; a feature's bags end at offsets[{last}]"
         on.fail(
             "the offsets do not reach the last bag.", got, f"{last + 1} offsets", "first_bag + num_bags + 1 offsets"
         )
-    return parts
 
 
-def run_groups(
-    kernel, groups, tables, rows, offsets, weights, other, out, stride, num_bags, *, whole_rows=False
-) -> None:
+def forms_of(tables: Sequence[Tensor]) -> tuple[tuple[torch.dtype, torch.Size], ...]:
+    return tuple((t.dtype, t.shape) for t in tables)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(features: tuple[int, ...], num_bags: int, blocks: int, tables: tuple, rows: tuple) -> Plan:
+    """Return the plan of a pooled lookup.
+
+    tables: (dtype, shape) of each table. rows: the dtype of each buffer of rows.
+    """
+    width = max((f.column + tables[f.table][1][1] for f in features_of(features)), default=0)
+    parts = features_of(in_blocks(features, num_bags, width, blocks))
+    return planned(parts, tables, rows, (blocks * num_bags, width // blocks), whole_rows=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def waves_of(features: tuple[int, ...], num_bags: int, tables: tuple, rows: tuple) -> tuple[Plan, ...]:
+    """Return the plans of a gradient of weights, one after the other. No plan reads a position twice."""
+    waves: dict[int, list[Feature]] = {}
+    taken: list[tuple[int, int, int]] = []  # (first bag, end of the bags, wave) of each feature so far
+    for f in features_of(features):
+        if not f.weighted:
+            continue
+        end = f.first_bag + num_bags
+        wave = 1 + max((w for a, b, w in taken if f.first_bag < b and a < end), default=-1)
+        taken.append((f.first_bag, end, wave))
+        waves.setdefault(wave, []).append(f)
+    return tuple(planned(waves[w], tables, rows, (num_bags, 0), whole_rows=True) for w in sorted(waves))
+
+
+def planned(parts: list[Feature], tables: tuple, rows: tuple, shape: tuple[int, int], *, whole_rows: bool) -> Plan:
+    """Return a plan of features. With `whole_rows`, one program holds all columns of a row."""
+    alike: dict[tuple[torch.dtype, int, torch.dtype], list[Feature]] = {}
+    for f in parts:
+        dtype, size = tables[f.table]
+        alike.setdefault((dtype, size[1], rows[f.rows]), []).append(f)
+    groups = []
+    for (dtype, dim, ids), group in alike.items():
+        t, is_weighted = on.tile(dim, whole_rows=whole_rows), any(f.weighted for f in group)
+        accumulated = on.DTYPES[accumulation_dtype(dtype)]
+        options = {
+            "TABLE": on.DTYPES[dtype], "ROWS": on.DTYPES[ids], "ACC": accumulated, "WEIGHTED": is_weighted, "DIM": dim,
+            "TILE_ROWS": t.rows, "TILE_COLUMNS": t.columns, "FIELDS": FIELDS, "num_warps": t.num_warps,
+        }  # fmt: skip
+        programs = 1 if whole_rows else on.cdiv(dim, t.columns)
+        of_group = tuple(f.table for f in group)
+        groups.append(Group(of_group, is_weighted, t, dim * dtype.itemsize, programs, options))
+    ordered = [f for group in alike.values() for f in group]
+    numbers = tuple(n for f in ordered for n in (0, tables[f.table][1][0], 0, 0, *map(int, f[2:]), 0))
+    sources = tuple((f.table, f.rows, f.weighted) for f in ordered)
+    dtype = torch.float64 if any(tables[f.table][0] == torch.float64 for f in parts) else torch.float32
+    return Plan(tuple(groups), numbers, sources, shape, dtype)
+
+
+def run_plan(kernel, plan: Plan, tables, rows, offsets, weights, other, out, stride, num_bags) -> None:
     """Launch the kernel once for each group of features.
 
     other: the float argument of the kernel. stride: the distance between the rows of [B, C].
     """
-    numbers = []
-    for f in (f for group in groups.values() for f in group):
-        table, ids = tables[f.table], rows[f.rows]
-        num_ids = min(ids.shape[0], weights.shape[0]) if f.weighted else ids.shape[0]
-        numbers += [table.data_ptr(), table.shape[0], ids.data_ptr(), num_ids, *f[2:], 0]
-    if not num_bags or not numbers:
+    if not num_bags or not plan.sources:
         return
+    addresses = [t.data_ptr() for t in tables]
+    ids = [(r.data_ptr(), r.shape[0]) for r in rows]
+    numbers, most = list(plan.numbers), 0 if weights is None else weights.shape[0]
+    for at, (table, buffer, weighted) in zip(range(0, len(numbers), FIELDS), plan.sources, strict=True):
+        numbers[at], (numbers[at + 2], size) = addresses[table], ids[buffer]
+        numbers[at + 3] = min(size, most) if weighted else size
     packed, at = on.pack(numbers, offsets.device), 0
-    for (dtype, dim, ids_dtype), group in groups.items():
-        t = on.tile(dim, whole_rows=whole_rows)
-        weighted = any(f.weighted for f in group)
+    for g in plan.groups:
         on.launch(
-            kernel, (t.over(num_bags), len(group), 1 if whole_rows else on.cdiv(dim, t.columns)), packed[at:], offsets,
-            other if weighted else out, out, num_bags, stride, TABLE=on.DTYPES[dtype], ROWS=on.DTYPES[ids_dtype],
-            ACC=on.DTYPES[accumulation_dtype(dtype)], WEIGHTED=weighted, DIM=dim, TILE_ROWS=t.rows,
-            TILE_COLUMNS=t.columns, FIELDS=FIELDS, num_warps=t.num_warps,
-            ALIGN=on.alignment([dim * dtype.itemsize, *(tables[f.table].data_ptr() for f in group)]),
+            kernel, (g.tile.over(num_bags), len(g.tables), g.programs), packed[at:], offsets,
+            other if g.is_weighted else out, out, num_bags, stride,
+            ALIGN=on.alignment([g.row_bytes, *(addresses[t] for t in g.tables)]), **g.options,
         )  # fmt: skip
-        at += FIELDS * len(group)
+        at += FIELDS * len(g.tables)
 
 
 @triton.jit
 def feature_at(packed, ROWS: tl.constexpr, FIELDS: tl.constexpr):
-    """Return the numbers that `run_groups` packed for this program's feature."""
+    """Return the numbers that `run_plan` packed for this program's feature."""
     field = packed + tl.program_id(1) * FIELDS
     ids = tl.load(field + 2).to(tl.pointer_type(ROWS))
     table, num_rows, num_ids = tl.load(field), tl.load(field + 1), tl.load(field + 3)
