@@ -107,6 +107,29 @@ def rows_at(address, row, DIM: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.cons
 
 
 @triton.jit
+def decoded(address, column, read, BITS: tl.constexpr):
+    """Return the numbers code · scale + bias of quantised rows, f32[rows, columns], and 0 where `read` is false.
+
+    address: i64[rows], where the rows [scale f16][bias f16][codes of BITS, low bits first] begin. A row may begin at an
+    odd address, so every load is of one byte. The product is exact in f32.
+    """
+    first = address.to(tl.pointer_type(tl.uint8))[:, None]
+    code = tl.load(first + 4 + (column * BITS // 8)[None, :], mask=read, other=0).to(tl.int32)
+    code = (code >> (column * BITS % 8).to(tl.int32)[None, :]) & ((1 << BITS) - 1)
+    some = tl.reduce(read.to(tl.int32), 1, larger)[:, None] != 0
+    x = code.to(tl.float32) * half_at(first, some) + half_at(first + 2, some)
+    return tl.where(read, x, 0)
+
+
+@triton.jit
+def half_at(first, read):
+    """Return the f16 numbers at pointers to bytes, as f32."""
+    low = tl.load(first, mask=read, other=0).to(tl.int16)
+    high = tl.load(first + 1, mask=read, other=0).to(tl.int16)
+    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def divide(x, y):
     """Return x / y, rounded to nearest, because `/` on f32 only approximates. y is a tensor, x a tensor or a number."""
     if y.dtype == tl.float32:

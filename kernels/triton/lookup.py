@@ -18,7 +18,17 @@ import triton
 import triton.language as tl
 from funcrec.kernels.forms import Feature, accumulation_dtype, features_of, in_blocks
 from funcrec.kernels.triton import launch as on
-from funcrec.kernels.triton.device import bag_bounds, divide, kernel, lanes, larger, rounded, rows_at, sum_columns
+from funcrec.kernels.triton.device import (
+    bag_bounds,
+    decoded,
+    divide,
+    kernel,
+    lanes,
+    larger,
+    rounded,
+    rows_at,
+    sum_columns,
+)
 from torch import Tensor
 
 FIELDS = 10  # numbers per feature in the packed tensor; even, so that each feature begins at a multiple of 16 bytes
@@ -70,6 +80,11 @@ def pooled_lookup(
     weights = weights if weights is None else weights.contiguous()
     check_bags(features, offsets, num_bags)
     plan = plan_of(tuple(features), num_bags, blocks, forms_of(tables), tuple(r.dtype for r in rows))
+    return run_pool(plan, tables, rows, offsets, weights, num_bags)
+
+
+def run_pool(plan: Plan, tables, rows, offsets: Tensor, weights: Tensor | None, num_bags: int) -> Tensor:
+    """Return the pooled rows of contiguous arguments."""
     out = torch.empty(plan.shape, dtype=plan.dtype, device=offsets.device)
     run_plan(_pool, plan, tables, rows, offsets, weights, weights, out, out.stride(0), num_bags)
     return out
@@ -116,14 +131,18 @@ def forms_of(tables: Sequence[Tensor]) -> tuple[tuple[torch.dtype, torch.Size], 
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(features: tuple[int, ...], num_bags: int, blocks: int, tables: tuple, rows: tuple) -> Plan:
+def plan_of(
+    features: tuple[int, ...], num_bags: int, blocks: int, tables: tuple, rows: tuple, codes: tuple = ()
+) -> Plan:
     """Return the plan of a pooled lookup.
 
-    tables: (dtype, shape) of each table. rows: the dtype of each buffer of rows.
+    tables: (dtype, shape) of each table. rows: the dtype of each buffer of rows. codes: (bits, dim) of each table, of
+    which tables of bytes hold codes.
     """
-    width = max((f.column + tables[f.table][1][1] for f in features_of(features)), default=0)
+    dims = [dim for _, dim in codes] or [shape[1] for _, shape in tables]
+    width = max((f.column + dims[f.table] for f in features_of(features)), default=0)
     parts = features_of(in_blocks(features, num_bags, width, blocks))
-    return planned(parts, tables, rows, (blocks * num_bags, width // blocks), whole_rows=False)
+    return planned(parts, tables, rows, codes, (blocks * num_bags, width // blocks), whole_rows=False)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,26 +157,29 @@ def waves_of(features: tuple[int, ...], num_bags: int, tables: tuple, rows: tupl
         wave = 1 + max((w for a, b, w in taken if f.first_bag < b and a < end), default=-1)
         taken.append((f.first_bag, end, wave))
         waves.setdefault(wave, []).append(f)
-    return tuple(planned(waves[w], tables, rows, (num_bags, 0), whole_rows=True) for w in sorted(waves))
+    return tuple(planned(waves[w], tables, rows, (), (num_bags, 0), whole_rows=True) for w in sorted(waves))
 
 
-def planned(parts: list[Feature], tables: tuple, rows: tuple, shape: tuple[int, int], *, whole_rows: bool) -> Plan:
+def planned(
+    parts: list[Feature], tables: tuple, rows: tuple, codes: tuple, shape: tuple[int, int], *, whole_rows: bool
+) -> Plan:
     """Return a plan of features. With `whole_rows`, one program holds all columns of a row."""
-    alike: dict[tuple[torch.dtype, int, torch.dtype], list[Feature]] = {}
+    alike: dict[tuple, list[Feature]] = {}
     for f in parts:
         dtype, size = tables[f.table]
-        alike.setdefault((dtype, size[1], rows[f.rows]), []).append(f)
+        bits, dim = codes[f.table] if dtype == torch.uint8 else (0, size[1])
+        alike.setdefault((dtype, bits, dim, size[1] * dtype.itemsize, rows[f.rows]), []).append(f)
     groups = []
-    for (dtype, dim, ids), group in alike.items():
+    for (dtype, bits, dim, row_bytes, ids), group in alike.items():
         t, is_weighted = on.tile(dim, whole_rows=whole_rows), any(f.weighted for f in group)
-        accumulated = on.DTYPES[accumulation_dtype(dtype)]
         options = {
-            "TABLE": on.DTYPES[dtype], "ROWS": on.DTYPES[ids], "ACC": accumulated, "WEIGHTED": is_weighted, "DIM": dim,
-            "TILE_ROWS": t.rows, "TILE_COLUMNS": t.columns, "FIELDS": FIELDS, "num_warps": t.num_warps,
-        }  # fmt: skip
+            "TABLE": tl.uint8 if bits else on.DTYPES[dtype], "ROWS": on.DTYPES[ids], "WEIGHTED": is_weighted,
+            "ACC": tl.float32 if bits else on.DTYPES[accumulation_dtype(dtype)], "DIM": dim, "TILE_ROWS": t.rows,
+            "TILE_COLUMNS": t.columns, "FIELDS": FIELDS, "num_warps": t.num_warps,
+        } | ({} if whole_rows else {"BITS": bits, "ROW_BYTES": row_bytes})  # fmt: skip
         programs = 1 if whole_rows else on.cdiv(dim, t.columns)
         of_group = tuple(f.table for f in group)
-        groups.append(Group(of_group, is_weighted, t, dim * dtype.itemsize, programs, options))
+        groups.append(Group(of_group, is_weighted, t, row_bytes, programs, options))
     ordered = [f for group in alike.values() for f in group]
     numbers = tuple(n for f in ordered for n in (0, tables[f.table][1][0], 0, 0, *map(int, f[2:]), 0))
     sources = tuple((f.table, f.rows, f.weighted) for f in ordered)
@@ -202,7 +224,7 @@ def feature_at(packed, ROWS: tl.constexpr, FIELDS: tl.constexpr):
 def _pool(
     packed, offsets, weights, out, num_bags, stride, TABLE: tl.constexpr, ROWS: tl.constexpr,
     ACC: tl.constexpr, WEIGHTED: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    ALIGN: tl.constexpr, FIELDS: tl.constexpr,
+    ALIGN: tl.constexpr, FIELDS: tl.constexpr, BITS: tl.constexpr, ROW_BYTES: tl.constexpr,
 ):  # fmt: skip
     table, num_rows, ids, num_ids, first_bag, max_length, mean, weighted, out_column = feature_at(packed, ROWS, FIELDS)
     bag = lanes(TILE_ROWS)
@@ -215,8 +237,11 @@ def _pool(
     for place in range(0, tl.reduce(length, 0, larger)):
         following = tl.load(ids + begin + place + 1, mask=place + 1 < length, other=-1).to(tl.int64)
         read = (row >= 0) & (row < num_rows)
-        at = rows_at(table, row, DIM, TABLE, ALIGN) + column[None, :]
-        x = tl.load(at, mask=read[:, None] & has_column[None, :], other=0).to(ACC)
+        if BITS == 0:
+            at = rows_at(table, row, DIM, TABLE, ALIGN) + column[None, :]
+            x = tl.load(at, mask=read[:, None] & has_column[None, :], other=0).to(ACC)
+        else:
+            x = decoded(table + row * ROW_BYTES, column, read[:, None] & has_column[None, :], BITS)
         if WEIGHTED:
             x = x * tl.load(weights + begin + place, mask=read & (weighted != 0), other=1).to(ACC)[:, None]
         sums += x
