@@ -268,6 +268,10 @@ features = [0, 0, 0, 0, 0, 1, 0, 1, 0, 16, 2, 1, 0, 64]
 segments = [0, 0, 0, 0, 0, 0, 16, 0, 1, 0, 1, 0, 64, 0, 0, 16, 16, 2, 0, -1, 1, 0, 64, 0, -1, 0, 16, 0, 0, -1]
 kernels.pooled_lookup(tables, rows, offsets, weights, features, 16)
 kernels.pooled_lookup_weights(d[0], tables, rows, offsets, weights, features)
+for bits in (8, 4, 2):
+    codes = [torch.zeros(32, 4 + 8 * bits // 8, dtype=torch.uint8)] * 2
+    kernels.quantized_rows(codes[0], rows[0], bits, 8)
+    kernels.quantized_lookup(codes, rows, offsets, weights, [*features[:13], 8], 16, [bits] * 2, [8, 8])
 kernels.scatter_rows_(tables[0], rows[0], torch.tensor(3), kernels.gather_rows(tables[0], rows[0]))
 kernels.expand(d, rows, [offsets], [weights], segments, [32, 64, 32, 64])
 kernels.coalesce(d, rows, [offsets], [weights], segments, [32, 64, 32, 64])
