@@ -4,8 +4,9 @@
 
 A file ends with a digest of all earlier bytes. If a killed process or a full disk cut a file short, or the file changed
 later, the digest does not match, and `load` makes the file again. Each process writes to a temporary name of its own
-and then renames the file, so two processes at once are safe. Inductor uses the same folder: TORCHINDUCTOR_CACHE_DIR,
-else torchinductor_<user> in the folder of temporary files.
+and then renames the file, so two processes at once are safe. Where there are locks, one process makes a file, and
+others that ask for it wait: ranks that start together compile each program once. Inductor uses the same folder:
+TORCHINDUCTOR_CACHE_DIR, else torchinductor_<user> in the folder of temporary files.
 """
 
 import contextlib
@@ -17,9 +18,14 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 SIZE = hashlib.sha256().digest_size  # bytes of the digest that ends a file
@@ -68,17 +74,65 @@ def load(name: str, make: Callable[[Path], None], read: Callable[[Path], T]) -> 
             write(Path(place, name), make)
             return read(Path(place, name))
     path = folder() / name
+    if (found := kept(path, read)) is not None:
+        return found
+    make_room(path)
+    mine = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}{path.suffix}")
+    with alone(path):
+        if (found := kept(path, read)) is not None:  # Another thread or process has made it meanwhile.
+            return found
+        try:
+            write(mine, make)
+            mine.replace(path)  # This is atomic: other processes see the whole file, or none.
+        finally:
+            mine.unlink(missing_ok=True)
+        return read(path)
+
+
+def kept(path: Path, read: Callable[[Path], T]) -> T | None:
+    """Return read(path), or None if the file is missing, incomplete or unreadable."""
     if is_whole(path):
         with contextlib.suppress(OSError, ImportError):  # Another system that shares the folder made it.
             return read(path)
-    make_room(path)
-    mine = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}{path.suffix}")
+    return None
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Return a context for one thread of one process at a time.
+
+    A lock ends with its process, however that ends. Where there are no locks, on Windows and in some networks' folders,
+    threads enter at once.
+    """
+    own = path.with_name(f"{path.name}.lock")
+    while fcntl is not None:
+        file = os.open(own, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            os.close(file)
+            break
+        except BaseException:  # an interrupt
+            os.close(file)
+            raise
+        if is_at(own, file):
+            try:
+                yield
+            finally:
+                own.unlink(missing_ok=True)
+                fcntl.flock(file, fcntl.LOCK_UN)  # A forked process may hold the file open.
+                os.close(file)
+            return
+        os.close(file)  # The thread that had the lock has deleted its file.
+    yield
+
+
+def is_at(path: Path, file: int) -> bool:
+    """Return whether an open file is the file at the path."""
     try:
-        write(mine, make)
-        mine.replace(path)  # This is atomic: other processes see the whole file, or none.
-    finally:
-        mine.unlink(missing_ok=True)
-    return read(path)
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
 
 
 def make_room(path: Path) -> None:

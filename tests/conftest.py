@@ -14,6 +14,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from programs.as_staged import staged_only
 
+from funcrec.compile.backend import _inductor
+
 gc.disable()  # while tests are collected: a pass reads all that is collected and frees next to nothing
 # Without bytecode on disk each fresh interpreter would compile funcrec's source again.
 sys.dont_write_bytecode = os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is None and sys.dont_write_bytecode
@@ -21,6 +23,8 @@ sys.dont_write_bytecode = os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is Non
 torch.set_num_threads(int(os.environ.get("FUNCREC_TEST_THREADS", "1")))
 # Otherwise a first torch.compile starts a pool of processes, each of which imports torch. fr.jit starts none.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Tests compile hundreds of programs. The first, not the eighth of each worker, compiles the header that all include.
+_inductor.MANY = 1
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts what runs in its background so
     signal.signal(signal.SIGINT, signal.default_int_handler)

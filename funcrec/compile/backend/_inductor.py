@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import warnings
@@ -35,6 +36,7 @@ from funcrec.core import fail
 from funcrec.kernels import files
 
 HEADER = "torch/csrc/inductor/cpp_prefix.h"
+TORCH = ("torch_cpu", "torch", "torch_python")  # the libraries that Inductor links with loops
 MANY = 8  # the number of libraries after which a process also compiles the header
 COMPILED = itertools.count(1)
 HEADERS: dict[str, str] = {}  # {digest of a command: path of its header}, as this process found them
@@ -286,9 +288,38 @@ def build(text: str, path: Path, isa: object) -> None:
     with tempfile.TemporaryDirectory() as place:
         file = Path(place, "loops.cpp")
         file.write_text(text)
+        link_by_name(options, place)
         builder = CppBuilder(name="loops", sources=[str(file)], BuildOption=options, output_dir=place)
         builder.build()
         shutil.move(builder.get_target_file_path(), path)
+
+
+def link_by_name(options: Any, place: str) -> None:
+    """Let the linker find an empty library of torch's name in the folder, in place of torch's libraries.
+
+    The linker would read all names of torch's libraries, which takes a third of the time of a program with few loops. A
+    library for Linux may leave names open. Where it is loaded, torch is loaded, and its name is all that is needed.
+    """
+    if (library := empty_library()) is None:
+        return
+    for name in TORCH:
+        Path(place, f"lib{name}.so").write_bytes(library)
+    options.get_libraries_dirs().insert(0, place)
+    options.get_ldflags().append(f"Wl,--push-state,--no-as-needed,-l{TORCH[0]},--pop-state")
+
+
+@functools.cache
+def empty_library() -> bytes | None:
+    """Return a library without content that has the name of torch's operators, or None where linkers differ."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    if sys.platform != "linux":
+        return None
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, f"lib{TORCH[0]}.so")
+        form = ["-shared", "-nostdlib", f"-Wl,-soname,{path.name}", "-x", "c++", os.devnull, "-o", str(path)]
+        made = subprocess.run([get_cpp_compiler(), *form], capture_output=True, check=False)
+        return path.read_bytes() if made.returncode == 0 else None
 
 
 def compiled_header(flags: dict[str, Any]) -> str | None:
