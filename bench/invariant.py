@@ -26,8 +26,9 @@ from funcrec.mesh._exchange import MOST_JOINED
 from funcrec.testing import RankPool
 
 SHAPES = (
-    (512, 13, 512), (512, 512, 256), (512, 415, 512), (2048, 512, 256), (2048, 1024, 1024), (1, 415, 512),
-    (64, 415, 512), (512, 256, 1), (4096, 512, 256),
+    (512, 13, 512), (512, 512, 256), (512, 415, 512), (2048, 512, 256), (2048, 1024, 1024), (64, 415, 512),
+    (512, 256, 1), (4096, 512, 256), (1, 64, 64), (1, 415, 512), (1, 1024, 1024), (2, 415, 512), (4, 415, 512),
+    (8, 415, 512), (16, 415, 512), (16, 256, 1),
 )  # fmt: skip
 STACKS = ((512, 27, 16), (512, 27, 64), (2048, 27, 64))  # the dot interaction: examples, vectors, dim
 SUMS = ((1, 2048, 512), (1, 2048, 1), (2048, 512, 1), (2048, 27, 64))
@@ -122,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--cases", nargs="+", choices=products.CASES, default=products.SHORT, metavar="CASE")
+    parser.add_argument("--cases", nargs="*", choices=products.CASES, default=products.SHORT, metavar="CASE")
     parser.add_argument("--ranks", type=int, help="gloo ranks whose sums are measured, and nothing else")
     options = parser.parse_args()
     if options.ranks:

@@ -13,7 +13,7 @@ def ordered(name: str, *xs: Tensor) -> Tensor:
     """Return the operation's result. It runs below autograd, and does not ask whether its operands are tracked."""
     choice = ops.chosen(None, xs[0].device)
     call = library.operator(choice, name)
-    if call is None:
+    if call is None or xs[0].is_cuda:  # on CUDA, torch's scatter_add has no order
         raise NotImplementedError(
             f"funcrec.invariant: implementation {choice!r} has no products of a fixed order.\n  got   tensors on "
             f"{xs[0].device}\n  need  'cpp' or 'reference'\n  try   .cpu()"

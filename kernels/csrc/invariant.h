@@ -9,74 +9,16 @@
 // sums stays in registers. Source: Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
 #pragma once
 #include <algorithm>
-#include <array>
-#include <utility>
 #include <vector>
 
 #include "abi.h"
-#include "fused.h"
+#include "chains.h"
 #include "parallel.h"
-#include "products.h"
 
 namespace funcrec::invariant {
 
-constexpr int64_t CHAIN = 256;              // terms of one chain
-constexpr int64_t DEPTH = 4 * CHAIN;        // terms that are packed at a time: a whole subtree
-constexpr int TALL = VECTOR_BYTES == 64 ? 14 : VECTOR_BYTES == 32 ? 6 : 4;  // rows of a tile: all its sums stay in registers
-constexpr int WIDE = 2;                     // vectors of a tile
-constexpr int64_t SQUARE = 16;              // a side of the squares that are turned
 constexpr int64_t PANELS = 4, STRIPS = 8;  // tiles of rows and of columns that are packed at a time
-constexpr int64_t IN_PLACE = 5 * TALL;      // up to so many rows, B is read where it lies
-
-// -- the tile: R rows by V vectors ------------------------------------------------------------------------------------
-
-// Numbers of a term in a packed panel of `rows` rows: with AVX-512 whole squares, which are written and read without a remainder.
-template <class A> constexpr int64_t pitch(int64_t rows) { return VECTOR_BYTES == 64 && sizeof(A) == 4 ? SQUARE : rows; }
-
-// C [R, V vectors] of one chain, plus `joins` sums that came before it, the last one first: they lie at `kept`, downwards. `a` is packed; `b` has rows
-// `b_row` apart. All sums stay in registers.
-template <class A, int R, int V> void chain(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins) {
-  constexpr int W = LANES<A>;
-  Vec<A, W> s[R][V];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) s[r][v] = Vec<A, W>{};
-  for (int64_t k = 0; k < depth; k++, a += pitch<A>(R), b += b_row) {
-    Vec<A, W> y[V];
-    for (int v = 0; v < V; v++) y[v] = load<W>(b + v * W);
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) s[r][v] = fused<A, W>(a[r], y[v], s[r][v]);
-  }
-  for (; joins > 0; joins--, kept -= R * V * W)
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) s[r][v] = load<W>(kept + (r * V + v) * W) + s[r][v];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) store<W>(c + r * c_row + v * W, s[r][v]);
-}
-
-// C of R rows and `columns` columns, at most V vectors, for at most DEPTH terms: four chains, whose sums are joined as a tree.
-template <class A, int R, int V> void tile(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, int64_t columns) {
-  constexpr int W = LANES<A>, SIZE = R * V * W;
-  const bool whole = columns == V * W;
-  if (depth <= CHAIN && whole) return chain<A, R, V>(depth, a, b, b_row, c, c_row, nullptr, 0);
-  alignas(64) A kept[3][SIZE];  // a binary counter of sums: at most a pair and two single chains wait
-  int top = 0;
-  for (int64_t k = 0; k < depth; k += CHAIN) {
-    const bool last = k + CHAIN >= depth;
-    const int joins = last ? top : __builtin_ctzll(~(k / CHAIN)), to = top - joins;
-    A* const at = last && whole ? c : kept[to];
-    chain<A, R, V>(std::min(CHAIN, depth - k), a + k * pitch<A>(R), b + k * b_row, b_row, at, last && whole ? c_row : V * W, kept[0] + (top - 1) * SIZE, joins);
-    top = to + 1;
-  }
-  if (!whole)
-    for (int r = 0; r < R; r++) std::memcpy(c + r * c_row, kept[0] + r * V * W, columns * sizeof(A));
-}
-
-// Few rows have few chains: a wider tile keeps the units busy.
-constexpr int width_of(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : WIDE; }
-
-template <class A> using Tile = void (*)(int64_t, const A*, const A*, int64_t, A*, int64_t, int64_t);
-template <class A, int V, int... R> constexpr std::array<Tile<A>, TALL> tiles(std::integer_sequence<int, R...>) { return {tile<A, R + 1, V>...}; }
-template <class A, int... R> constexpr std::array<Tile<A>, TALL> wide_tiles(std::integer_sequence<int, R...>) { return {tile<A, R + 1, width_of(R + 1)>...}; }
+constexpr int64_t IN_PLACE = 5 * TALL;     // up to so many rows, B is read where it lies
 
 // -- packing ----------------------------------------------------------------------------------------------------------
 
@@ -104,51 +46,52 @@ template <class A> void pack_rows(int64_t depth, int64_t width, int64_t count, c
   for (int64_t k = 0; k < depth; k++) copy(to + k * width, x + k * stride, count);
 }
 
-// to[k * width + i] = x[i, k] for i < count. Squares are turned in registers; what lies outside of x is neither read nor left in what another call packs.
-template <class A> void pack_columns(int64_t depth, int64_t width, int64_t count, const A* x, int64_t stride, A* to) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(A) == 4)
-    if (width % SQUARE == 0) {
-      for (int64_t k = 0; k < depth; k += SQUARE)
-        for (int64_t i = 0; i < count; i += SQUARE) {
-          const int64_t rows = std::min(SQUARE, count - i), terms = std::min(SQUARE, depth - k);
-          if (rows == SQUARE && terms == SQUARE) {
-            transpose_16(to + k * width + i, width, x + i * stride + k, stride);
-            continue;
-          }
-          const __mmask16 some = __mmask16((1u << terms) - 1);
-          alignas(64) A square[SQUARE * SQUARE], turned[SQUARE * SQUARE];
-          for (int64_t j = 0; j < rows; j++) _mm512_store_ps(square + j * SQUARE, _mm512_maskz_loadu_ps(some, x + (i + j) * stride + k));
-          if (terms == SQUARE) {
-            transpose_16(to + k * width + i, width, square, SQUARE);
-            continue;
-          }
-          transpose_16(turned, SQUARE, square, SQUARE);
-          for (int64_t j = 0; j < terms; j++) std::memcpy(to + (k + j) * width + i, turned + j * SQUARE, SQUARE * sizeof(A));
-        }
-      return;
-    }
-#endif
-  for (int64_t k = 0; k < depth; k++)
-    for (int64_t i = 0; i < count; i++) to[k * width + i] = x[i * stride + k];
-}
-
 template <class A> void pack(int64_t depth, int64_t width, int64_t count, Operand<A> x, A* to) {  // x is [depth, count]
-  if (x.turned) pack_columns(depth, width, count, x.at, x.stride, to);
+  if (x.turned) turn_rows(depth, width, count, x.at, x.stride, to);
   else pack_rows(depth, width, count, x.at, x.stride, to);
 }
 
 // -- the product ------------------------------------------------------------------------------------------------------
 
+// C [rows, columns] of few rows and a matrix B whose columns are contiguous, for L to DEPTH terms; L columns or more.
+template <class A> void product_of_squares(int64_t rows, int64_t columns, int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row) {
+  using Upto = std::make_integer_sequence<int, FEW>;
+  static constexpr auto ONE = turned_tiles<A, 1>(Upto{}), SOME = turned_tiles<A, 0>(Upto{});
+  constexpr int64_t L = LANES<A>;
+  const int64_t wide = turned_width(int(rows)) * L;
+  int64_t j = 0;
+  for (; j + wide <= columns; j += wide) SOME[rows - 1](depth, a, b + j * b_row, b_row, c + j, c_row, wide);
+  for (; j < columns; j += L) {
+    const int64_t at = std::min(j, columns - L);  // the last columns are computed twice, to the same bits
+    ONE[rows - 1](depth, a, b + at * b_row, b_row, c + at, c_row, L);
+  }
+}
+
 // C [rows, columns] for at most DEPTH terms.
 template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_t depth, Operand<A> a, Operand<A> b, A* c, int64_t c_row) {
   using Upto = std::make_integer_sequence<int, TALL>;
   static constexpr auto NARROW = tiles<A, 1>(Upto{}), FULL = tiles<A, WIDE>(Upto{}), WIDER = wide_tiles<A>(Upto{});
-  constexpr int64_t L = LANES<A>, STRIP = WIDE * L, STEP = STRIP * STRIPS, TILES = TALL * PANELS;
+  constexpr int64_t L = LANES<A>, STRIP = WIDE * L, STEP = STRIP * STRIPS, TILES = TALL * PANELS, SPARE = 2 * L;
   static thread_local Scratch<A> memory;
   const int64_t room = pitch<A>(TALL) * depth;  // of a panel of A
-  A* const packed_b = memory.get(DEPTH * (STEP + pitch<A>(TALL) * PANELS));
+  A* const packed_b = memory.get(DEPTH * (STEP + pitch<A>(TALL) * PANELS) + SPARE);
   A* const packed_a = packed_b + DEPTH * STEP;
+  if constexpr (sizeof(A) == 4)
+    if (b.turned && rows <= FEW && columns >= L && depth >= L) {
+      pack(depth, pitch<A>(rows), rows, a.transposed(), packed_a);
+      return product_of_squares(rows, columns, depth, packed_a, b.at, b.stride, c, c_row);
+    }
+  if (!b.turned && (rows <= SLIM || depth <= THIN) && columns >= L) {
+    static constexpr auto SWEEPS = sweeps<A>(std::make_integer_sequence<int, 4>{});
+    const int64_t whole = columns / L * L;
+    for (int64_t r = 0; r < rows; r += 4) {
+      const int64_t n = std::min<int64_t>(4, rows - r);
+      pack(depth, pitch<A>(n), n, a.from(r, 0).transposed(), packed_a);
+      SWEEPS[n - 1](depth, whole, packed_a, b.at, b.stride, c + r * c_row, c_row, packed_b);
+    }
+    b = b.from(0, whole), c += whole, columns -= whole;
+    if (columns == 0) return;
+  }
   const bool in_place = rows <= IN_PLACE && !b.turned;
   const int64_t step = rows <= TALL && in_place ? width_of(int(rows)) * L : STRIP;
   for (int64_t left = 0; left < columns; left += STEP)

@@ -17,22 +17,27 @@ template <class A> void chain_of_rows(const A* __restrict x, int64_t inner, int6
 // out[i] = the chain over x[i * apart + k] for k < terms, for `count` chains.
 template <class A> void chains_of_numbers(const A* x, int64_t apart, int64_t terms, int64_t count, A* out) {
   int64_t i = 0;
-#if defined(__AVX512F__)
-  if constexpr (sizeof(A) == 4)
-    for (; i + 16 <= count; i += 16) {  // 16 chains in the lanes of a vector: squares are turned
-      alignas(64) A turned[16 * 16];
-      const A* from = x + i * apart;
-      Vec<A, 16> s = {};
-      const int64_t whole = terms / 16 * 16;
-      for (int64_t k = 0; k < whole; k += 16) {
-        transpose_16(turned, 16, from + k, apart);
-        for (int j = 0; j < 16; j++) s += load<16>(turned + j * 16);
+  if constexpr (sizeof(A) == 4) {  // chains in the lanes of vectors: squares are turned
+    constexpr int W = LANES<A>;
+    const auto in_lanes = [&](auto vectors) {
+      constexpr int V = decltype(vectors)::value;
+      for (; i + V * W <= count; i += V * W) {
+        const A* from = x + i * apart;
+        Vec<A, W> s[V] = {};
+        const int64_t whole = terms / W * W;
+        for (int64_t k = 0; k < whole; k += W)
+          for (int v = 0; v < V; v++) {
+            Vec<A, W> t[W];
+            turn<W>(t, [&](int j) { return from + (v * W + j) * apart + k; });
+            for (int j = 0; j < W; j++) s[v] += t[j];
+          }
+        for (int v = 0; v < V; v++) store<W>(out + i + v * W, s[v]);
+        for (int64_t k = whole; k < terms; k++)
+          for (int64_t j = 0; j < V * W; j++) out[i + j] += from[j * apart + k];
       }
-      store<16>(out + i, s);
-      for (int64_t k = whole; k < terms; k++)
-        for (int64_t j = 0; j < 16; j++) out[i + j] += from[j * apart + k];
-    }
-#endif
+    };
+    in_lanes(std::integral_constant<int, 4>{}), in_lanes(std::integral_constant<int, 1>{});
+  }
   for (; i + SIDE_BY_SIDE <= count; i += SIDE_BY_SIDE) {
     A s[SIDE_BY_SIDE] = {};
     for (int64_t k = 0; k < terms; k++)

@@ -259,11 +259,14 @@ def compile_only(self, *args, grid, warmup, **options):
         wide.add(self.fn.__name__)
     if "0d3FDB333333333333" in made.asm["ptx"]:
         wide.add("0.425")
+    if self.fn.__name__ == "_products" and "fma.rn.f" in made.asm["ptx"] and "mul.f" not in made.asm["ptx"]:
+        wide.add("one rounding")
 
 JITFunction.run = compile_only
 tables, rows = [torch.zeros(32, 64)] * 2, [torch.zeros(256, dtype=torch.int64)]
 offsets = torch.zeros(33, dtype=torch.int32)
 weights, d = torch.rand(256), [torch.zeros(16, 128)]
+kernels.invariant_bmm(d[0][None], d[0].T[None]), kernels.invariant_sum(d[0][None])
 features = [0, 0, 0, 0, 0, 1, 0, 1, 0, 16, 2, 1, 0, 64]
 segments = [0, 0, 0, 0, 0, 0, 16, 0, 1, 0, 1, 0, 64, 0, 0, 16, 16, 2, 0, -1, 1, 0, 64, 0, -1, 0, 16, 0, 0, -1]
 kernels.pooled_lookup(tables, rows, offsets, weights, features, 16)
@@ -320,12 +323,13 @@ def test_kernels_call_no_function_that_the_interpreter_may_lack():
 
 def test_kernels_compile_for_hopper(tmp_path):
     """Every kernel compiles for sm_90 without a device. Kernels that move rows move 16 bytes at a time. A kernel that
-    draws normal numbers compares f64 numbers with 0.425, not with the nearest f32."""
+    draws normal numbers compares f64 numbers with 0.425, not with the nearest f32. Products of one order round each
+    multiply-add once."""
     keep = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", COMPILED], capture_output=True, text=True, cwd=Path(__file__).parents[2],
         env=keep | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
-    moves = {"_pool", "_gather", "_scatter", "_chunk_sums", "_coalesce", "_update", "_expand", "0.425"}
+    moves = {"_pool", "_gather", "_scatter", "_chunk_sums", "_coalesce", "_update", "_expand", "0.425", "one rounding"}
     assert moves <= set(run.stdout.split())

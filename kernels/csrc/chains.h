@@ -1,0 +1,156 @@
+// Chains of multiply-adds that run side by side, in the order of invariant.h: what a tile of sums needs of A and B, however B lies.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <type_traits>
+#include <utility>
+
+#include "fused.h"
+#include "products.h"
+#include "turned.h"
+
+namespace funcrec::invariant {
+
+constexpr int64_t CHAIN = 256;              // terms of one chain
+constexpr int64_t DEPTH = 4 * CHAIN;        // terms that are packed at a time: a whole subtree
+constexpr int TALL = VECTOR_BYTES == 64 ? 14 : VECTOR_BYTES == 32 ? 6 : 4;  // rows of a tile: all its sums stay in registers
+constexpr int WIDE = 2;                     // vectors of a tile
+constexpr int FEW = std::min(TALL, 6);  // rows for which columns of B are turned in registers
+constexpr int SLIM = 2;                 // rows for which rows of B are read one after the other,
+constexpr int64_t THIN = 4;             // and terms for which they are
+
+// -- the tile: R rows by V vectors ------------------------------------------------------------------------------------
+
+// Numbers of a term in a packed panel of `rows` rows: with AVX-512 whole squares, which are written and read without a remainder.
+template <class A> constexpr int64_t pitch(int64_t rows) { return VECTOR_BYTES == 64 && sizeof(A) == 4 ? 16 : rows; }
+
+// C [R, V vectors] of one chain, plus `joins` sums that came before it, the last one first: they lie at `kept`, downwards. `a` is packed; `b` has rows
+// `b_row` apart. All sums stay in registers.
+template <class A, int R, int V> void chain(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins) {
+  constexpr int W = LANES<A>;
+  Vec<A, W> s[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) s[r][v] = Vec<A, W>{};
+  for (int64_t k = 0; k < depth; k++, a += pitch<A>(R), b += b_row) {
+    Vec<A, W> y[V];
+    for (int v = 0; v < V; v++) y[v] = load<W>(b + v * W);
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) s[r][v] = fused<A, W>(a[r], y[v], s[r][v]);
+  }
+  for (; joins > 0; joins--, kept -= R * V * W)
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) s[r][v] = load<W>(kept + (r * V + v) * W) + s[r][v];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) store<W>(c + r * c_row + v * W, s[r][v]);
+}
+
+// The same of columns of B that are contiguous and `b_row` apart: squares of them are turned in registers, which costs less than to pack what is read
+// once. The last square overlaps the one before it, or the chain before this one.
+template <class A, int R, int V> void turned_chain(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins) {
+  constexpr int W = LANES<A>;
+  constexpr int64_t LINE = std::max<int64_t>(W, 64 / sizeof(A)), AHEAD = 4 * LINE;
+  Vec<A, W> s[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) s[r][v] = Vec<A, W>{};
+  int64_t k = 0;
+  for (; k + LINE <= depth; k += LINE)
+    for (int v = 0; v < V; v++) {
+      for (int i = 0; i < W; i++) __builtin_prefetch(b + (v * W + i) * b_row + k + AHEAD);
+      for (int64_t own = k; own < k + LINE; own += W) {
+        Vec<A, W> t[W];
+        turn<W>(t, [&](int i) { return b + (v * W + i) * b_row + own; });
+        for (int j = 0; j < W; j++)
+          for (int r = 0; r < R; r++) s[r][v] = fused<A, W>(a[(own + j) * pitch<A>(R) + r], t[j], s[r][v]);
+      }
+    }
+  for (; k < depth; k += W) {
+    const int64_t from = std::min(k, depth - W);
+    for (int v = 0; v < V; v++) {
+      Vec<A, W> t[W];
+      turn<W>(t, [&](int i) { return b + (v * W + i) * b_row + from; });
+      for (int64_t j = k - from; j < W; j++)
+        for (int r = 0; r < R; r++) s[r][v] = fused<A, W>(a[(from + j) * pitch<A>(R) + r], t[j], s[r][v]);
+    }
+  }
+  for (; joins > 0; joins--, kept -= R * V * W)
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) s[r][v] = load<W>(kept + (r * V + v) * W) + s[r][v];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) store<W>(c + r * c_row + v * W, s[r][v]);
+}
+
+// Sums of R rows that pass through the first cache: B is read row by row, as it lies. C [R, columns] of whole vectors, for at most DEPTH terms; `kept` has
+// room for 3 of SWEPT numbers.
+constexpr int64_t SWEPT = 4096;
+template <class A, int R> void sweep(int64_t depth, int64_t columns, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, A* kept) {
+  constexpr int W = LANES<A>, TERMS = R == 1 ? 8 : R == 2 ? 4 : 2;
+  constexpr int64_t PART = SWEPT / R / W * W;
+  for (int64_t left = 0; left < columns; left += PART) {
+    const int64_t n = std::min(PART, columns - left), blocks = (depth + CHAIN - 1) / CHAIN;
+    A* const out[4] = {c + left, kept, kept + SWEPT, kept + 2 * SWEPT};
+    const int64_t rows[4] = {c_row, PART, PART, PART};
+    for (int64_t block = 0; block < blocks; block++) {
+      A* const to = out[block];
+      const int64_t to_row = rows[block], begin = block * CHAIN, end = std::min(depth, begin + CHAIN);
+      const auto pass = [&](auto terms, int64_t k) {
+        constexpr int T = decltype(terms)::value;
+        for (int64_t j = 0; j < n; j += W) {
+          Vec<A, W> s[R];
+          for (int r = 0; r < R; r++) s[r] = k == begin ? Vec<A, W>{} : load<W>(to + r * to_row + j);
+          for (int t = 0; t < T; t++) {
+            const Vec<A, W> y = load<W>(b + (k + t) * b_row + left + j);
+            for (int r = 0; r < R; r++) s[r] = fused<A, W>(a[(k + t) * pitch<A>(R) + r], y, s[r]);
+          }
+          for (int r = 0; r < R; r++) store<W>(to + r * to_row + j, s[r]);
+        }
+      };
+      int64_t k = begin;
+      for (; k + TERMS <= end; k += TERMS) pass(std::integral_constant<int, TERMS>{}, k);
+      for (; k < end; k++) pass(std::integral_constant<int, 1>{}, k);
+    }
+    for (int64_t half = 1; half < blocks; half *= 2)
+      for (int64_t i = 0; i + half < blocks; i += 2 * half)
+        for (int r = 0; r < R; r++)
+          for (int64_t j = 0; j < n; j += W)
+            store<W>(out[i] + r * rows[i] + j, load<W>(out[i] + r * rows[i] + j) + load<W>(out[i + half] + r * rows[i + half] + j));
+  }
+}
+
+// C of R rows and `columns` columns, at most V vectors, for at most DEPTH terms: four chains, whose sums are joined as a tree.
+template <class A, int R, int V, bool TURNED> void tile(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, int64_t columns) {
+  constexpr int W = LANES<A>, SIZE = R * V * W;
+  const auto run = [](auto... of) {
+    if constexpr (TURNED) turned_chain<A, R, V>(of...);
+    else chain<A, R, V>(of...);
+  };
+  const bool whole = columns == V * W;
+  if (depth <= CHAIN && whole) return run(depth, a, b, b_row, c, c_row, nullptr, 0);
+  alignas(64) A kept[3][SIZE];  // a binary counter of sums: at most a pair and two single chains wait
+  int top = 0;
+  for (int64_t k = 0; k < depth; k += CHAIN) {
+    const bool last = k + CHAIN >= depth;
+    const int joins = last ? top : __builtin_ctzll(~(k / CHAIN)), to = top - joins;
+    A* const at = last && whole ? c : kept[to];
+    run(std::min(CHAIN, depth - k), a + k * pitch<A>(R), b + k * (TURNED ? 1 : b_row), b_row, at, last && whole ? c_row : V * W, kept[0] + (top - 1) * SIZE, joins);
+    top = to + 1;
+  }
+  if (!whole)
+    for (int r = 0; r < R; r++) std::memcpy(c + r * c_row, kept[0] + r * V * W, columns * sizeof(A));
+}
+
+// Few rows have few chains: a wider tile keeps the units busy. A turned square takes half of the registers.
+constexpr int width_of(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : WIDE; }
+constexpr int turned_width(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
+template <class A> using Tile = void (*)(int64_t, const A*, const A*, int64_t, A*, int64_t, int64_t);
+template <class A> using Tiles = std::array<Tile<A>, TALL>;  // by their rows
+template <class A, int V, int... R> constexpr Tiles<A> tiles(std::integer_sequence<int, R...>) { return {tile<A, R + 1, V, false>...}; }
+template <class A, int... R> constexpr Tiles<A> wide_tiles(std::integer_sequence<int, R...>) { return {tile<A, R + 1, width_of(R + 1), false>...}; }
+template <class A, int V, int... R> constexpr Tiles<A> turned_tiles(std::integer_sequence<int, R...>) {
+  return {tile<A, R + 1, V ? V : turned_width(R + 1), true>...};
+}
+
+template <class A> using Sweep = void (*)(int64_t, int64_t, const A*, const A*, int64_t, A*, int64_t, A*);
+template <class A, int... R> constexpr std::array<Sweep<A>, sizeof...(R)> sweeps(std::integer_sequence<int, R...>) { return {sweep<A, R + 1>...}; }
+
+}  // namespace funcrec::invariant
