@@ -121,7 +121,7 @@ class SweepTable(NamedTuple):
 
 
 @typed
-def sweep_table(step: Callable, metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> SweepTable:
+def sweep_table(step: Callable[..., Any], metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> SweepTable:
     """Return the hyper-parameters and metrics of a sweep's members.
 
     Args:
