@@ -102,6 +102,6 @@ def test_folders_and_pages_have_no_type_errors(check):
     folders = {p.name for p in (ROOT / "funcrec").iterdir() if (p / "__init__.py").exists()} | {"kernels", "guide"}
     assert folders >= UNCLEAN
     found = check("pages", *(f"funcrec/{name}" for name in sorted(folders - UNCLEAN)), where=".")
-    assert found["summary"]["filesAnalyzed"] > 400
+    assert found["summary"]["filesAnalyzed"] > 300
     at = lambda d: f"{'/'.join(Path(d['file']).parts[-3:])}:{d['range']['start']['line'] + 1}: {d['message']}"
     assert [at(d) for d in found["generalDiagnostics"] if d["severity"] == "error"] == []
