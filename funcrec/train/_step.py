@@ -52,6 +52,7 @@ from funcrec.train._step_problems import (
     mesh_problems,
     norm_problems,
     place_problems,
+    rounded_problems,
     sharded_problems,
 )
 
@@ -157,9 +158,10 @@ def train_step(
         change no bit, if three things hold. The numbers n of ranks and k of micro-batches are powers of two, and
         B / (n · k) is 256 times a power of two. The loss is a mean over examples, with a power of two of values for
         each, and draws nothing by `key`; layers over the ids of sequences (SASRec, HSTU) add over ids, and not over
-        examples. Dense parameters are f32 or f64. In other cases a step is right, and repeats its own bits, but a run
-        on other ranks differs by rounding. `fr.optim.accumulate` adds the gradients of its steps in their order.
-        `dedup`, `codec`, `replicas`, other `batch_axes`, and `grad` on a mesh raise.
+        examples. In other cases a step is right, and repeats its own bits, but a run on other ranks differs by
+        rounding. `fr.optim.accumulate` adds the gradients of its steps in their order.
+        `dedup`, `codec`, `replicas`, other `batch_axes`, and `grad` on a mesh raise. Dense parameters of 16 bits raise
+        on ranks and in micro-batches.
       codec: the codes of looked up vectors and their cotangents; None for the codec of the state's tables
         (`shard_tables`, `reshard`).
 
@@ -217,6 +219,7 @@ def train_step(
         check("funcrec.train_step.init", params_problems(params))
         params = map_tensors(lambda x: x.detach() if isinstance(x, torch.nn.Parameter) else x, params)
         check("funcrec.train_step.init", merge_problems(params.dense, merge))
+        check("funcrec.train_step.init", rounded_problems(params.dense, mesh, micro_batches) if invariant else ())
         key = random.key(0) if key is None else key
         random.check_key("funcrec.train_step.init", key)
         if mesh is not None and plan is not None:
@@ -318,6 +321,8 @@ class Update:
         with reported_to_ranks(mesh, (state, batch)):
             check("funcrec.train_step", state_problems(state))
             check("funcrec.train_step", merge_problems(state.dense, self.recipe.merge))
+            if self.recipe.is_invariant:
+                check("funcrec.train_step", rounded_problems(state.dense, mesh, self.recipe.micro_batches))
             if mesh is not None:
                 check("funcrec.train_step", sharded_problems(state))
                 check("funcrec.train_step", place_problems(state.tables, mesh))

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from funcrec.core import Problem, describe, tree_leaves
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, describe, paths, tree_leaves
 from funcrec.mesh import Mesh
 from funcrec.sharding import Plan
 from funcrec.tables import layout_in
@@ -61,6 +64,16 @@ def invariant_problems(mesh: Any, plan: Any, batch_axes: Any, dedup: bool, codec
     if grad is not None:
         need, hint = "invariant=False, or no mesh", "grad=None"
         yield Problem("`grad` has no fixed order on ranks.", "invariant=True, grad= and mesh=", need, hint)
+
+
+def rounded_problems(dense: Any, mesh: Mesh | None, micro_batches: int) -> Iterator[Problem]:
+    """Report dense parameters of 16 bits, of which each rank and each micro-batch rounds gradients of its own."""
+    few = (torch.bfloat16, torch.float16)
+    narrow = [(path, x) for path, x in paths(dense) if isinstance(x, Tensor) and x.dtype in few]
+    if narrow and (micro_batches > 1 or (mesh is not None and mesh.size > 1)):
+        path, x = narrow[0]
+        what, got = "parts of the batch round gradients of 16 bits.", f"invariant=True and `dense{path}` {describe(x)}"
+        yield Problem(what, got, "dense parameters of f32 or f64", "x.float(); the loss may cast it", TypeError)
 
 
 def is_stats(x: Any) -> bool:

@@ -103,6 +103,24 @@ def test_what_rounds_on_ranks_is_refused():
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dense_parameters_of_16_bits_are_refused(dtype):
+    """Ranks and micro-batches round their gradients of 16-bit parameters, so `init` and a step raise before any work;
+    one process trains them."""
+    mesh, loss = fr.Mesh.emulated(x=2), lambda params, x: (x @ params.dense["w"].float()).mean()
+    wide, narrow = (fr.Params({"t": torch.ones(4, 2)}, {"w": torch.ones(3, dtype=d)}) for d in (torch.float32, dtype))
+    on_ranks = {"mesh": mesh, "plan": fr.Plan.uniform("row_wise", {"t": (4, 2)}, mesh)}
+    for options in (on_ranks, {"micro_batches": 2}):
+        step = fr.train_step(loss, sparse=fr.optim.sgd(0.1), invariant=True, **options)
+        state = step.init(wide)
+        half = fr.TrainState(state.step, state.tables, state.slots, narrow.dense, state.dense_opt, state.key)
+        for call in (lambda: step.init(narrow), lambda: step(half, torch.ones(512, 3))):  # noqa: B023
+            with pytest.raises(TypeError, match=r"round gradients of 16 bits[\s\S]*dense\['w'\]"):
+                call()
+    alone = fr.train_step(loss, sparse=fr.optim.sgd(0.1), invariant=True)
+    alone(alone.init(narrow), torch.ones(512, 3))
+
+
 def test_a_run_that_changes_its_ranks_keeps_its_bits(tmp_path):
     """A state saved on two ranks and loaded on four, under another plan, ends with the bits of the run of one process
     that did not change."""
