@@ -42,6 +42,7 @@ import funcrec.core as _core
 from funcrec.testing._calculus import check_adjoint as check_adjoint
 from funcrec.testing._calculus import check_grads as check_grads
 from funcrec.testing._invariant import check_invariant as check_invariant
+from funcrec.testing._invariant_step import check_invariant_step as check_invariant_step
 from funcrec.testing._law import law as law
 from funcrec.testing._law import law_tests as law_tests
 from funcrec.testing._ranks import RankError as RankError

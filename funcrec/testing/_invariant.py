@@ -74,13 +74,13 @@ def same(got: Any, whole: Any, rows: list[int], what: str) -> None:
         raise
 
 
-def examples_of(batch: Any) -> int:
+def examples_of(batch: Any, call: str = CALL) -> int:
     """Return the number of examples, after a check that the batch can be cut by examples."""
     ids = batch.ids if isinstance(batch, Batch) else batch
     if isinstance(ids, KeyedJaggedTensor):
         if ids.strides is not None or ids.inverse is not None:
             fail(
-                CALL,
+                call,
                 "the bags of the batch are shared.",
                 got=repr(ids)[:80],
                 need="B bags for each key",
@@ -91,7 +91,7 @@ def examples_of(batch: Any) -> int:
         counts = {x.shape[0] if x.dim() else -1 for x in tree_leaves(batch) if isinstance(x, Tensor)}
     if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves(batch)):
         fail(
-            CALL,
+            call,
             "the batch has no values.",
             got="tensors on the device meta",
             need="numbers",
@@ -100,7 +100,7 @@ def examples_of(batch: Any) -> int:
         )
     if len(counts) != 1 or min(counts) < 1:
         got, need = f"{sorted(counts)} examples", "one number, 1 or more"
-        fail(CALL, "the batch has no number of examples.", got=got, need=need, hint="tensors [B, ...]")
+        fail(call, "the batch has no number of examples.", got=got, need=need, hint="tensors [B, ...]")
     return counts.pop()
 
 

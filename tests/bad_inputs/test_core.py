@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import funcrec as fr
-from funcrec.testing import assert_trees_close, check_adjoint, check_grads, check_invariant
+from funcrec.testing import assert_trees_close, check_adjoint, check_grads, check_invariant, check_invariant_step
 
 META = torch.device("meta")
 i64 = lambda *numbers: torch.tensor(numbers, dtype=torch.int64)
@@ -309,6 +309,10 @@ ROWS = {
     "check_invariant: no examples": e(lambda: check_invariant(torch.abs, f32()), ValueError, "no number of examples"),
     "check_invariant: a number": e(lambda: check_invariant(torch.sum, f32(2)), ValueError, "not one of examples",
         "f32[]"),
+    "check_invariant_step: parts": e(lambda: check_invariant_step(fr.train_step, fr.Params({}, f32(2)), f32(768, 2)),
+        ValueError, "`ranks` cut the batch", "768 examples in 2 parts", "256, 512", "a batch of 1024 examples"),
+    "check_invariant_step: no step": e(lambda: check_invariant_step(lambda: 0, fr.Params({}, f32(2)), f32(1024, 2)),
+        TypeError, "`step_of` made no training step", "a TrainStep", "functools.partial"),
     "check_adjoint: paths": e(lambda: check_adjoint(lambda x: {"y": x}, lambda y: y["y"], f32(2), {"z": f32(2)}),
         (AssertionError, KeyError), "y"),
     "assert_trees_close: structure": e(lambda: assert_trees_close([f32(1)], (f32(1),)), AssertionError, "structures"),

@@ -1,5 +1,7 @@
 """Good calls of functions that load, encode, measure, save and check: a part of `public_calls`."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from hypothesis.strategies import just
@@ -199,6 +201,11 @@ def tested() -> list[Call]:
             {"forward": lambda x: x * 2, "transpose": lambda x: x * 2, "x": f32(2), "y": f32(2), "key": KEY}),
         zero_padding=(testing.zero_padding, {"tree": BAGS}),
         check_invariant=(lambda fn, batch: testing.check_invariant(fn, batch), {"fn": torch.abs, "batch": f32(4, 3)}),
+        check_invariant_step=(testing.check_invariant_step,
+            {"step_of": partial(fr.train_step, lambda p, x: (x @ p.dense).mean(), sparse=SPARSE, invariant=True),
+                "params": fr.Params({"t": f32(4, 2)}, f32(3)), "batch": f32(512, 3), "ranks": [2],
+                "placements": ["row_wise"], "micro_batches": [2], "threads": [1], "num_steps": 1, "compiled": False},
+            ("params.tables", "params.dense", "compiled")),
         check_transforms=(lambda f, x, **how: testing.check_transforms(f, x, **how),
             {"f": torch.sin, "x": f32(2), "modes": ["grad"], "may_raise": ["jvp"]}),
         transform_cells=(lambda f, x, modes: testing.transform_cells(f, x, modes=modes),

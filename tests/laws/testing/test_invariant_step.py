@@ -1,0 +1,39 @@
+"""check_invariant_step passes for an invariant step, and fails for steps whose bits follow what cuts them."""
+
+import functools
+
+import pytest
+import torch
+from programs import invariant_ranks as runs
+
+import funcrec as fr
+from funcrec.testing import check_invariant_step
+
+SPARSE = {"sparse": fr.optim.rowwise_adagrad(lr=0.1)}
+FEW = {"ranks": [2], "micro_batches": [2], "threads": [1, 2], "compiled": False}
+DENSE = fr.Params({"t": torch.ones(4, 2)}, torch.tensor([0.3, -1.0, 0.7]))
+X = torch.randn(512, 3, generator=torch.Generator().manual_seed(0))
+
+
+def step_of(loss_fn, **more):
+    return functools.partial(fr.train_step, loss_fn, **SPARSE, **more)
+
+
+def test_a_model_passes_in_every_cell():
+    """A DLRM passes on 2 and 4 ranks under each placement, in micro-batches, and compiled."""
+    model = runs.model_of()
+    step = functools.partial(fr.train_step, model, **SPARSE, invariant=True)
+    check_invariant_step(step, model.init(fr.key(0)), runs.batch_of(0), threads=[1, 2], num_steps=1)
+
+
+def test_a_step_with_bits_of_its_own_fails():
+    """A step without `invariant`, and an invariant one whose loss adds what each part rounds, fail with the cell."""
+    mean = lambda params, x: (x @ params.dense).exp().mean()
+    with pytest.raises(AssertionError, match="the trees differ") as caught:
+        check_invariant_step(step_of(mean), DENSE, X, **FEW)
+    assert "of one process" in caught.value.__notes__[0]
+    of_parts = lambda params, x: (x @ params.dense).exp().mean().sqrt()
+    with pytest.raises(AssertionError) as caught:
+        check_invariant_step(step_of(of_parts, invariant=True), DENSE, X, **FEW)
+    assert "2 micro-batches" in caught.value.__notes__[0]
+    check_invariant_step(step_of(mean, invariant=True), DENSE, X, **FEW)
