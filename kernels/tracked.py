@@ -142,7 +142,16 @@ def is_concrete(x: Tensor) -> bool:
     if x.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return False
     plain = type(x) in _PLAIN
-    return plain and not is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
+    return plain and not is_functorch_wrapped_tensor(x) and not is_recorded()
+
+
+def is_recorded() -> bool:
+    """Return whether a mode of torch follows operators, whose tensors may have no values.
+
+    A mode with the attribute `keeps_values` runs each operator at once (`funcrec.invariance`).
+    """
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return not all(getattr(mode, "keeps_values", False) for mode in modes)
 
 
 def vmaps_of(tensors: Iterable[Any]) -> frozenset[int]:

@@ -109,6 +109,7 @@ from funcrec.core._tracked import is_followed as is_followed
 from funcrec.core._tracked import is_forward as is_forward
 from funcrec.core._tracked import is_in_derivative as is_in_derivative
 from funcrec.core._tracked import is_in_jvp as is_in_jvp
+from funcrec.core._tracked import is_recorded as is_recorded
 from funcrec.core._tracked import is_reversed as is_reversed
 from funcrec.core._tracked import is_tracked as is_tracked
 from funcrec.core._tracked import is_transformed as is_transformed

@@ -22,6 +22,7 @@ from funcrec.kernels.tracked import is_followed as is_followed
 from funcrec.kernels.tracked import is_forward as is_forward
 from funcrec.kernels.tracked import is_in_derivative as is_in_derivative
 from funcrec.kernels.tracked import is_in_jvp as is_in_jvp
+from funcrec.kernels.tracked import is_recorded as is_recorded
 from funcrec.kernels.tracked import is_tracked as is_tracked
 from funcrec.kernels.tracked import is_transformed as is_transformed
 from funcrec.kernels.tracked import is_transforming as is_transforming

@@ -12,14 +12,15 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
 from funcrec.core import tree_leaves
+from funcrec.invariance import _extrema
 from funcrec.invariance._mode import is_float, refuse
 from funcrec.invariance._replaced import REPLACED
 from funcrec.invariance._table import EXACT, EXACT_PRIMS, compositions, place_of
 
 aten = torch.ops.aten
-# What replacements are made of, besides exact operators: sums without a factor, and moves of rows in order.
+# What replacements are made of, besides exact operators: sums without a factor, moves of rows in order, and extrema.
 SUMS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor, aten.rsub.Scalar)
-MOVES = (aten.scatter_add.default, aten.index_put.default)
+MOVES = (aten.scatter_add.default, aten.index_put.default, *_extrema.REPLACED)
 _inside: ContextVar[bool] = ContextVar("funcrec_inside_replacement", default=False)
 
 

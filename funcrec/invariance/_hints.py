@@ -11,7 +11,7 @@ HINTS = {  # beginnings of operators' names: words
     "convolution _convolution mkldnn_convolution conv": "x.unfold(-1, size, step), and torch.einsum with the weights",
     "avg_pool adaptive_avg _adaptive_avg": "x.unfold(-1, size, step).mean(-1)",
     "_embedding_bag": "fr.lookup, or torch.nn.functional.embedding(ids, x).sum(1)",
-    "scatter_reduce segment_reduce index_reduce": "fr.bag_reduce for bags, x.scatter_add for sums",
+    "scatter_reduce segment_reduce index_reduce": "fr.bag_reduce for bags, x.scatter_add for sums, reduce='amax'",
     "bincount histc histogram": "torch.zeros(n).index_add(0, ids, weights)",
     "_cdist _pdist cdist": "torch.linalg.vector_norm(x[:, None] - y, dim=-1)",
     "_trilinear": "torch.einsum('bi,oij,bj->bo', x, weights, y)",

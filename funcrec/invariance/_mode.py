@@ -93,6 +93,8 @@ def plain_of(fn: Callable) -> Callable | None:
 class Invariant(TorchDispatchMode):
     """A mode in which each operator takes its place in the table, or raises."""
 
+    keeps_values = True  # `funcrec.kernels.tracked`: it records nothing, so values can be read
+
     def __init__(self) -> None:
         super().__init__()
         self.composing: list[Any] = []  # the operators whose parts run

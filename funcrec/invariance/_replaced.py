@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.invariance import _attention, _circular, _error_function, _functions, _sums
+from funcrec.invariance import _attention, _circular, _error_function, _extrema, _functions, _sums
 from funcrec.invariance._functions import widened
 from funcrec.mesh import REDUCE, reduced_in_order
 
@@ -15,7 +15,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 FUNCTIONS = {
     _functions: ("exp expm1 log log1p log2 log10 sigmoid tanh sqrt rsqrt sinh cosh asinh acosh atanh"),
     _circular: "sin cos tan asin acos atan atan2",
-    _error_function: "erf erfc",
+    _error_function: "erf erfc erfinv",
 }
 functions: dict[str, Callable[..., Tensor]] = {
     name: widened(getattr(module, name)) for module, names in FUNCTIONS.items() for name in names.split()
@@ -134,7 +134,9 @@ def prim_sum(x: Tensor, dims: Any, *, output_dtype: torch.dtype | None = None) -
 REPLACED: dict[Any, Callable] = {
     REDUCE: reduced_in_order,
     **{getattr(aten, n).default: f for n, f in functions.items()},
-    **{getattr(prims, n).default: f for n, f in functions.items() if n != "sigmoid"},
+    **{getattr(prims, n).default: f for n, f in functions.items() if n not in ("sigmoid", "erfinv")},
+    prims.erf_inv.default: functions["erfinv"],
+    **_extrema.REPLACED,
     prims.pow.default: power,
     prims.sum.default: prim_sum,
     aten.prod.default: product,

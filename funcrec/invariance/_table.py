@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch._ops import OpOverload
 
+from funcrec.invariance._extrema import with_unsigned
 from funcrec.invariance._replaced import REPLACED
 
 aten = torch.ops.aten
@@ -66,6 +67,8 @@ def _place_of(func: OpOverload) -> tuple[str, Callable]:
     pure = getattr(getattr(aten, name[:-1], None), func._overloadname, None) if name.endswith("_") else None
     if pure is not None:
         return "in place", pure
+    if func is aten.native_batch_norm.default:
+        return "composed", with_unsigned(composed[func])
     return ("composed", composed[func]) if func in composed else ("unknown", func)
 
 

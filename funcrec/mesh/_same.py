@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from funcrec.core import Problem, is_tracked, outside_transforms, tangents_below, tree_leaves, value_below
+from funcrec.core import Problem, is_recorded, is_tracked, outside_transforms, tangents_below, tree_leaves, value_below
 from funcrec.mesh._collectives import pmax
 from funcrec.mesh._parts import Part
 
@@ -80,11 +80,7 @@ def is_readable(x: Tensor) -> bool:
 
     It cannot be read while a function is staged or compiled.
     """
-    return not (
-        isinstance(value_below(x), FakeTensor)
-        or torch.compiler.is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack()
-    )
+    return not (isinstance(value_below(x), FakeTensor) or torch.compiler.is_dynamo_compiling() or is_recorded())
 
 
 def _problem(part: Part, axis: str, got: str) -> Problem:

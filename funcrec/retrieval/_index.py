@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Form, Problem, Within, check, describe, fail, is_followed, typed
+from funcrec.core import Count, Form, Problem, Within, check, describe, fail, is_by_tree, is_followed, typed
 from funcrec.retrieval._top_k import NumItems
 
 LEAST_EFFORT = {"hnsw": 64, "ivf": 8}
@@ -123,7 +123,7 @@ def search_index(index: Index, queries: Queries, k: NumItems, *, effort: Count |
       inner products up to the rounding of f32. Only `top_k` returns the same bits on every machine.
 
     Raises:
-      TypeError, ValueError: queries are tracked, are not finite, or have another dim than the index.
+      TypeError, ValueError: queries are tracked, are not finite, or have another dim than the index; `invariant` runs.
 
     Example:
       >>> import torch, funcrec as fr
@@ -177,6 +177,9 @@ def query_problems(index: Index, queries: Tensor) -> Iterator[Problem]:
     if queries.shape[1] != index.dim:
         got, need = describe(queries), f"f[B, {index.dim}], as {index!r}"
         yield Problem("`queries` have another dim than the index.", got, need, "the query tower of the same model")
+    if is_by_tree():
+        got, need = "a call inside of fr.invariant", "sums of a fixed order"
+        yield Problem("FAISS sums in an order of its own.", got, need, "fr.top_k(queries, items, k)", TypeError)
 
 
 def value_problems(name: str, x: Tensor) -> Iterator[Problem]:

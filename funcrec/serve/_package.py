@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from funcrec.checkpoint import load
-from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_wrapped, tree_leaves, typed
+from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_by_tree, is_wrapped, tree_leaves, typed
 from funcrec.data import Encoding, encode
 from funcrec.files import Folder, OpenFile, path_or_url, read_folder
 from funcrec.jagged import KeyedJaggedTensor, bags_of_examples, inverse_value_problems
@@ -358,6 +358,10 @@ def plain_problems(batch: Batch) -> Iterator[Problem]:
         hint = "the model's own `predict`, which has derivatives and maps"
         got = "a tensor that grad, jvp or vmap follows"
         yield Problem("the batch is under a transform.", got, "plain tensors", hint, TypeError)
+    elif is_by_tree():
+        hint = "fr.export(fr.invariant(predict), ...), whose package has these bits in any call"
+        got = "a call inside of fr.invariant"
+        yield Problem("the order of a package's sums is fixed already.", got, "a call outside", hint, TypeError)
     elif is_traced(tensors):
         hint = "the package outside of `fr.jit`, torch.compile and torch.export: it is compiled already"
         got = "a tensor without values, or a mode that follows operators"

@@ -207,6 +207,7 @@ def knowing() -> Iterator[None]:
     from torch._inductor import compile_fx
     from torch._inductor.codegen import common, cpp
     from torch._inductor.cpu_vec_isa import VecISA
+    from torch._inductor.fx_passes import joint_graph
     from torch._inductor.runtime import triton_compat
 
     with contextlib.ExitStack() as known:
@@ -218,6 +219,9 @@ def knowing() -> Iterator[None]:
             known.enter_context(replaced(*patch))
         known.enter_context(replaced(cpp, "stride_at_vec_range", of_sums))
         known.enter_context(replaced(compile_fx, "joint_graph_passes", without_scaled_softmax))
+        # It takes x * 0 for 0, where inf * 0 is NaN: https://github.com/pytorch/pytorch/pull/186281
+        folder = joint_graph.UniformValueConstantFolder
+        known.enter_context(replaced(folder, "_add_peephole_patterns", lambda _: lambda _: None))
         # torch has one handler of dtypes, and fills its table of 300 rules again for each operation of a loop.
         known.enter_context(replaced(common, "DtypePropagationOpsHandler", functools.cache))
         if platform.machine() in ("x86_64", "AMD64"):
