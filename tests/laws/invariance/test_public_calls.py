@@ -4,7 +4,7 @@ import pytest
 from programs.invariant_calls import NONE, NOT_HERE, RAISES, RIGHT, compiled, is_of_the_host, outcome
 from programs.public_calls import public_calls
 
-EVERY = 6  # each sixth call is compiled; 1 for all
+EVERY = 16  # each sixteenth call is compiled; 1 for all
 
 
 @pytest.fixture(scope="module")
