@@ -142,7 +142,7 @@ class CachedStep:
         self.lock = threading.Lock()
 
     @property
-    def init(self) -> Callable[..., TrainState]:
+    def init(self) -> Callable:
         """Return the step's `init`."""
         return self.step.init
 

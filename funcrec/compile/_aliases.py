@@ -25,15 +25,16 @@ _uses, _requires_grad = Tensor._use_count, operator.attrgetter("requires_grad")
 class Hold(NamedTuple):
     """The memory of the leaves that a call writes to, and the counts of holders if the call alone has this memory.
 
-    written: the numbers of those leaves. views: the numbers of written leaves that are views. storages: the address of
+    views: the numbers of written leaves that are views. storages: the address of
     each written leaf's storage. counts: the number of holders of each storage, negative for memory that neither torch
-    nor funcrec allocated.
+    nor funcrec allocated. is_stable: whether the counts hold in each call whose written leaves have these storages:
+    written leaves that are no views, and no other leaves, are the holders.
     """
 
-    written: list[int]
     views: list[int]
     storages: list[int]
     counts: list[int]
+    is_stable: bool
 
 
 # Storages that `_is_foreign` has found not to be foreign: after numpy has seen such a storage, it would look foreign.
@@ -43,31 +44,38 @@ MOST_KNOWN = 4096
 
 def hold(leaves: Sequence, written: Sequence[int]) -> Hold:
     """Return the memory of the written leaves, with the counts of holders if only `leaves` share this memory."""
-    out = Hold(list(written), [i for i in written if leaves[i]._base is not None], [], [])
+    views = [i for i in written if leaves[i]._base is not None]
+    storages: list[int] = []
+    counts: list[int] = []
     members: dict[int, dict[int, Tensor]] = {}
     for x in leaves if written else ():
         if isinstance(x, Tensor):
             members.setdefault(_address(x), {})[id(x)] = x
     for i in written:
         address = _address(leaves[i])
-        out.storages.append(address)
+        storages.append(address)
         is_foreign = _is_foreign(leaves[i].untyped_storage(), address)
-        out.counts.append((-1 if is_foreign else 1) * _expected(members[address]))
-    return out
+        counts.append((-1 if is_foreign else 1) * _expected(members[address]))
+    mine = {id(leaves[i]) for i in written}
+    is_stable = not views and all(mine.issuperset(members[a]) for a in storages)
+    return Hold(views, storages, counts, is_stable)
 
 
-def shared_leaves(known: Hold, leaves: Sequence) -> dict[int, bool]:
-    """Return {leaf to write to: whether its other holder is in this process}, for leaves with another holder."""
-    mine = [leaves[i] for i in known.written]
+def shared_leaves(known: Hold | None, leaves: Sequence, written: Sequence[int]) -> tuple[Hold, dict[int, bool]]:
+    """Return the memory of the written leaves, and {leaf to write to: whether its other holder is in this process}, for
+    leaves with another holder. known: what the call before found."""
+    mine = [leaves[i] for i in written]
     storages = [*map(_address, mine)]
-    # Most calls share nothing new: three sweeps in C then replace all of the code below. A holder that `known` does not
-    # count would see the writes. So would a second user of a leaf's C++ part (a saved graph, a second Python object).
-    if storages == known.storages and [*map(_num_holders, storages)] == known.counts and {*map(_uses, mine)} <= {1}:
-        return {}
-    known = hold(leaves, known.written)
-    found = zip(known.written, known.storages, known.counts, strict=True)
+    # Most calls write to the memory of the call before: three sweeps in C then replace all of the code below. A holder
+    # that `known` does not count would see the writes. So would a second user of a leaf's C++ part (a saved graph, a
+    # second Python object).
+    is_known = known is not None and known.is_stable and storages == known.storages
+    if is_known and [*map(_num_holders, storages)] == known.counts and {*map(_uses, mine)} <= {1}:
+        return known, {}
+    known = hold(leaves, written)
+    found = zip(written, known.storages, known.counts, strict=True)
     held = {i: _num_holders(a) != abs(n) or _uses(leaves[i]) != 1 for i, a, n in found}
-    return {i: held[i] for i, n in zip(known.written, known.counts, strict=True) if held[i] or n < 0}
+    return known, {i: held[i] for i, n in zip(written, known.counts, strict=True) if held[i] or n < 0}
 
 
 def alone(leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -3,8 +3,8 @@
 leaves → [compiled graph] → results;   writes(results) into donated leaves;   leaves, results → outputs
 """
 
-import bisect
 import inspect
+import operator
 import threading
 import warnings
 import weakref
@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.compile._aliases import Hold, alone, hold, shared_leaves
-from funcrec.compile._donated import held_message, memory_span, refuse_shared, take
+from funcrec.compile._aliases import Hold, alone, shared_leaves
+from funcrec.compile._donated import has_memory, held_message, length_of, refuse_shared, shared_pair, take
 from funcrec.compile._early import cut_early
 from funcrec.compile._keys import leaf_key
-from funcrec.compile._program import Staged, planned, staged_first
+from funcrec.compile._program import Staged, picker, planned, staged_first
 from funcrec.compile._recording import Recording, capture_cuda, record, replay
 from funcrec.compile._trace import is_odd, refuse_odd, stage
 from funcrec.core import Problem, chained, check, copied, fast_flatten, leaf_paths, static_key
 from funcrec.mesh import has_effect
 
+_requires_grad = operator.attrgetter("requires_grad")
 MOST_RECORDINGS = 4  # A recording holds memory. A step that swaps two leaves needs two recordings.
 
 
@@ -37,26 +38,11 @@ class Followed(NamedTuple):
         return any(x.requires_grad for x in self.captured)
 
 
-class Link(NamedTuple):
-    """Facts about a call's leaves, which hold for the next call's leaves if that call gets the outputs of this call.
-
-    fed: (leaf, output) of each donated leaf that the call before returned. others: all other leaves. sizes: {address:
-    bytes} of donated leaves that keep their memory. moved: (leaf, bytes) of donated leaves with new memory in every
-    call. hold: the memory of the leaves to write to.
-    """
-
-    fed: list[tuple[int, int]]
-    others: list[int]
-    sizes: dict[int, int]
-    moved: list[tuple[int, int]]
-    hold: Hold
-
-
 class Compiled:
     """A staged function, compiled. It takes the arguments' leaves and the captured tensors, and returns the outputs.
 
-    A state that a call returned is most often the next call's argument. `follows` recognises the leaves of that state,
-    so that `admit` need not check them again.
+    `follows` recognises leaves of the compiled forms, each donated one in memory of its own. `admit` says what is wrong
+    with others.
 
     A call takes all donated leaves, or none. First it does what may fail without harm (copies of memory with other
     holders, compiling, the compiled code). Then it takes all leaves in one step, and then it writes. A program in two
@@ -71,7 +57,7 @@ class Compiled:
         self.used = 0  # the number of the last call
         self.lock = threading.RLock()  # for donating calls: each compares its leaves with the last call's outputs
         leaves = leaves + captured
-        self.constants = [(i, leaf_key(x)) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
+        self.constants = [(i, type(x), leaf_key(x)) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
         self.tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.tracks = [leaves[i].requires_grad for i in self.tensor_at]
         self.guard = guard([leaves[i] for i in self.tensor_at])
@@ -84,68 +70,45 @@ class Compiled:
         # The rest of a program in two parts runs when all leaves are taken.
         self.read = [] if self.first is None else sorted({*donated}.intersection(staged.inputs) - {*self.stay})
         self.told: set[int] = set()  # leaves that a warning about copies has named
-        nothing = Link([], list(range(len(leaves))), {}, [], hold(leaves, []))
-        # `last` has the last call's link, and weak references to that call's outputs.
-        self.last: tuple[Link, dict[int, weakref.ref]] = (nothing, {})
+        self.spanned = [i for i in self.tensor_at if has_memory(leaves[i])] if donated else []
+        self.spans = [length_of(leaves[i]) for i in self.spanned]
+        self.tensors_of, self.spanned_of = picker(self.tensor_at), picker(self.spanned)
+        self.hold: Hold | None = None  # what the last call found about the memory to write to
+        self.returned: dict[int, weakref.ref] = {}  # the outputs of the last call, if calls are recorded
+        at = {i: k for k, i in enumerate((*self.stay, *self.read))}  # the outputs' places in `given`, static, results
+        places = {j: len(at) + j for j in range(len(staged.static))}
+        places |= {j: len(at) + len(staged.static) + k for j, k in staged.plan.whole.items()}
+        self.outputs_of = picker([*(places | {j: at[i] for j, i in staged.plan.kept.items()}).values()])
 
-    def admit(self, leaves: list[Any]) -> Link:
-        """Return the link of a call, after a check of every leaf."""
-        refuse_shared(leaves, self.donated)  # Else a write to one donated leaf would change another that shares memory.
-        # Identity alone counts: a tensor at the same address may be another, unchecked tensor.
-        number = {id(x()): j for j, x in self.last[1].items()}
-        fed = [(i, number[id(leaves[i])]) for i in self.donated if id(leaves[i]) in number]
-        known = {i for i, _ in fed}
-        others = [i for i in range(len(leaves)) if i not in known]
-        kept = set(self.staged.plan.kept.items())
-        spans = {i: memory_span(leaves[i]) for i, _ in fed}
-        moved = [(i, spans[i][1] - spans[i][0]) for i, j in fed if (j, i) not in kept]
-        sizes = {spans[i][0]: spans[i][1] - spans[i][0] for i, j in fed if (j, i) in kept}
-        return Link(fed, others, sizes, moved, hold(leaves, self.written))
+    def admit(self, leaves: list[Any]) -> None:
+        """Raise if a donated leaf shares memory with another leaf."""
+        refuse_shared(leaves, self.donated)
 
-    def follows(self, leaves: list) -> Link | None:
-        """Return the last call's link if that call's outputs are this call's donated leaves, else None.
-
-        All other leaves must have the known forms and memory of their own.
-        """
-        link, outputs = self.last
-        if len(link.fed) < len(self.donated):
-            return None
-        for i, j in link.fed:
-            if leaves[i] is not outputs[j]():
-                return None
-        if not self.has_forms(leaves):  # C++ compares forms again: a tensor's strides and device may change.
-            return None
-        if not self.donated:
-            return link
-        # `refuse_shared` has passed once, and the last call's outputs do not overlap. So only other leaves can share
-        # memory.
-        sizes = link.sizes
-        if link.moved:
-            numbers, lengths = zip(*link.moved, strict=True)
-            sizes = sizes | dict(zip(map(Tensor.data_ptr, map(leaves.__getitem__, numbers)), lengths, strict=True))
-        starts = sorted(sizes)
-        for i in link.others:
-            x = leaves[i]
-            if isinstance(x, Tensor) and starts:
-                start, end = memory_span(x)
-                before = bisect.bisect_left(starts, end) - 1
-                if before >= 0 and starts[before] + sizes[starts[before]] > start:
-                    return None
-        return link
+    def follows(self, leaves: list) -> bool:
+        """Return whether the leaves have the compiled forms, and each donated leaf has memory of its own."""
+        if not self.has_forms(leaves):
+            return False
+        starts = [*map(Tensor.data_ptr, self.spanned_of(leaves))]
+        ends = sorted(map(operator.add, starts, self.spans))
+        starts.sort()
+        # Intervals are disjoint if and only if no start k + 1 lies before the k-th end. Leaves that nobody donates may
+        # share memory.
+        return all(map(operator.le, ends, starts[1:])) or shared_pair(leaves, self.donated) is None
 
     def has_forms(self, leaves: list) -> bool:
         """Return whether leaves and captured tensors have the compiled forms, and no tensor occurs twice."""
-        tensors = leaves if not self.constants else [leaves[i] for i in self.tensor_at]
+        tensors = self.tensors_of(leaves)
         if not self.guard.check(*tensors):
             return False
-        if not torch.is_grad_enabled() and [x.requires_grad for x in tensors] != self.tracks:
+        if not torch.is_grad_enabled() and [*map(_requires_grad, tensors)] != self.tracks:
             return False  # Without grad mode, the guard does not compare requires_grad.
-        return all(leaf_key(leaves[i]) == key for i, key in self.constants)
+        # A container, which `flatten_like` does not tell from a leaf, has no key.
+        return all(type(leaves[i]) is kind and leaf_key(leaves[i]) == key for i, kind, key in self.constants)
 
     def is_current(self) -> bool:
         return [leaf_key(x) for x in self.captured] == self.forms
 
-    def __call__(self, leaves: list[Any], when: tuple[str, int], link: Link) -> Any:
+    def __call__(self, leaves: list[Any], when: tuple[str, int]) -> Any:
         """Return the outputs.
 
         The call restores grad mode even if a signal comes, which a `with` does not ensure at every moment.
@@ -153,43 +116,39 @@ class Compiled:
         was = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)
-            return self.run(leaves, when, link)
+            return self.run(leaves, when)
         finally:
             torch._C._set_grad_enabled(was)
 
-    def run(self, given: list[Any], when: tuple[str, int], link: Link) -> Any:
-        plan, outputs, leaves = self.staged.plan, list(self.staged.static), given
+    def run(self, given: list[Any], when: tuple[str, int]) -> Any:
+        plan, leaves = self.staged.plan, given
         # The call has taken nothing yet. Copies, compiling, the program and a recording's memory may fail here, or a
         # signal may interrupt them.
-        foreign = shared_leaves(link.hold, leaves)
+        known, foreign = shared_leaves(self.hold, leaves, self.written)
+        self.hold = known
         if foreign:
             leaves = self.with_copies(leaves, foreign, when[0])
-            link = self.admit(leaves)
-        recording = self.recording(leaves, link) if self.is_replayed else None
+        fed = self.fed(leaves) if self.is_replayed else []
+        recording = self.recording(leaves, fed) if self.is_replayed else None
         results = self.compute(leaves) if recording is None else []
         mine = {i: leaves[i].data for i in (*self.stay, *self.read)}  # aliases: a taken tensor loses its memory
         # One call of C takes all leaves, and no signal interrupts it. From here on every old name raises: the state
         # belongs to the outputs, or is gone.
         if self.donated:
             left = alone([given[i] for i in self.stay if i not in foreign])
-            left += [x._base for x in (given[i] for i in link.hold.views if i not in foreign) if x._base is not None]
+            left += [x._base for x in (given[i] for i in known.views if i not in foreign) if x._base is not None]
             take([given[i] for i in self.donated], self.donated.values(), when, left)
         if recording is None:
             results = self.write(leaves, mine, results)
-            returned, kept = (
-                zip(plan.whole, map(results.__getitem__, plan.whole.values()), strict=True),
-                plan.kept.items(),
-            )
+            outputs = self.outputs_of([*mine.values(), *self.staged.static, *results])
         else:
-            moved = {j: i for i, j in self.successors(link)}
-            returned, kept = replay(recording, leaves).items(), {**plan.kept, **moved}.items()
-        for j, x in returned:
-            outputs[j] = x
-        for j, i in kept:
-            outputs[j] = mine[i]
-        if self.donated:
-            numbers = (*plan.kept, *plan.whole)
-            self.last = link, dict(zip(numbers, map(weakref.ref, map(outputs.__getitem__, numbers)), strict=True))
+            outputs = list(self.staged.static)
+            for j, x in replay(recording, leaves).items():
+                outputs[j] = x
+            for j, i in {**plan.kept, **{j: i for i, j in self.successors(fed)}}.items():
+                outputs[j] = mine[i]
+        if self.is_replayed:
+            self.returned = {j: weakref.ref(outputs[j]) for j in (*plan.kept, *plan.whole)}
         return self.staged.structure.unflatten(outputs)[0]
 
     def compute(self, leaves: list) -> list[Tensor]:
@@ -238,19 +197,24 @@ class Compiled:
         """Return the results after the writes: a recording records this function."""
         return self.finish(leaves, self.compute(leaves))
 
-    def successors(self, link: Link) -> list[tuple[int, int]]:
+    def fed(self, leaves: list) -> list[tuple[int, int]]:
+        """Return (leaf, output) of each donated leaf that is an output of the last call, by identity."""
+        number = {id(x()): j for j, x in self.returned.items()}
+        return [(i, number[id(leaves[i])]) for i in self.donated if id(leaves[i]) in number]
+
+    def successors(self, fed: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return (leaf, output) of each output that a recorded call copies into the memory of a donated leaf."""
         plan = self.staged.plan
-        return [(i, j) for i, j in link.fed if j in plan.whole and i not in plan.kept.values()]
+        return [(i, j) for i, j in fed if j in plan.whole and i not in plan.kept.values()]
 
-    def recording(self, leaves: list, link: Link) -> Recording | None:
+    def recording(self, leaves: list, fed: list[tuple[int, int]]) -> Recording | None:
         """Return the recording for a state at these addresses, or None if the state is not the last call's output."""
-        if len(link.fed) < len(self.donated):
+        if len(fed) < len(self.donated):
             return None
         fixed = [*self.donated, *range(len(leaves) - len(self.captured), len(leaves))]
         key = tuple(leaves[i].data_ptr() for i in fixed)  # A recording identifies its leaves by address alone.
         if key not in self.recordings:
-            arguments = (self.step, leaves, fixed, self.successors(link), self.staged.plan.whole)
+            arguments = (self.step, leaves, fixed, self.successors(fed), self.staged.plan.whole)
             if len(self.recordings) == MOST_RECORDINGS:
                 self.recordings.clear()
             self.recordings[key] = record(*arguments, capture_cuda)

@@ -6,7 +6,7 @@ take(leaves):   leaf → Donated, whose every use raises;   the memory belongs t
 import collections
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -42,12 +42,13 @@ def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], e
     `given` whose memory now belongs to another tensor. Code that reads only the C++ part of a tensor (torch.tensor)
     finds nothing there.
     """
-    named = zip(given, itertools.repeat("donated"), zip(paths, itertools.repeat(when), strict=False), strict=False)
-    blank = zip(emptied, itertools.repeat("data"), itertools.repeat(GONE), strict=False)
-    classes = [zip(given, itertools.repeat("__class__"), itertools.repeat(Donated), strict=False) for _ in range(4)]
-    steps = itertools.starmap(setattr, itertools.chain(named, blank, classes[0]))
-    # Made here, because a signal may end a call. The error of one more hook may end each of these.
-    second, third, fourth = (itertools.starmap(setattr, x) for x in classes[1:])
+    named = map(setattr, given, itertools.repeat("donated"), zip(paths, itertools.repeat(when), strict=False))
+    blank = map(setattr, emptied, itertools.repeat("data"), itertools.repeat(GONE))
+    # The last three are made here, because a signal may end a call. The error of one more hook may end each of these.
+    first, second, third, fourth = (
+        map(setattr, given, itertools.repeat("__class__"), itertools.repeat(Donated)) for _ in range(4)
+    )
+    steps = itertools.chain(named, blank, first)
     with _taking:
         refuse_donated(given)
         try:
@@ -87,23 +88,36 @@ def held_message(name: str, leaves: Sequence[tuple[str, Tensor]]) -> str:
 
 def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
     """Raise if two leaves share donated memory."""
-    if not donated:
-        return
-    has_memory = lambda x: isinstance(x, Tensor) and x.numel() and not isinstance(x, FakeTensor)  # `dry_run` has none
-    spans = sorted((*memory_span(x), i) for i, x in enumerate(leaves) if has_memory(x))
+    found = shared_pair(leaves, donated)
+    if found is not None:
+        what = f"the memory of donated `{donated.get(found[1]) or donated[found[0]]}` is given twice."
+        fail("funcrec.jit", what, got="two leaves share it", need="one leaf, or a clone")
+
+
+def shared_pair(leaves: list, donated: Collection[int]) -> tuple[int, int] | None:
+    """Return two leaves, one of them donated, that share memory, or None."""
+    spans = sorted((*memory_span(x), i) for i, x in enumerate(leaves) if has_memory(x)) if donated else []
     before: dict[bool, tuple[int, int]] = {}  # {whether donated: (the furthest end, its leaf)}
     for start, end, i in spans:
         for is_donated, (reach, first) in before.items():
             if start < reach and (is_donated or i in donated):
-                what = f"the memory of donated `{donated.get(i) or donated[first]}` is given twice."
-                fail("funcrec.jit", what, got="two leaves share it", need="one leaf, or a clone")
+                return first, i
         before[i in donated] = max(before.get(i in donated, (0, 0)), (end, i))
+    return None
+
+
+def has_memory(x: object) -> bool:
+    return isinstance(x, Tensor) and x.numel() > 0 and not isinstance(x, FakeTensor)  # those of `dry_run` have none
 
 
 def memory_span(x: Tensor) -> tuple[int, int]:
     """Return the address of the first byte of a tensor, and the address after its last element."""
     start = x.data_ptr()
+    return start, start + length_of(x)
+
+
+def length_of(x: Tensor) -> int:
+    """Return the number of bytes from the first to the last element of a tensor with elements."""
     if x.is_contiguous():
-        return start, start + x.nbytes
-    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return start, start + (last + 1) * x.element_size()
+        return x.nbytes
+    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ from torch import Tensor
 from funcrec.compile._ambient import is_transformed, surroundings
 from funcrec.compile._compiled import Compiled, Followed, compile_function
 from funcrec.compile._donated import refuse_donated
+from funcrec.compile._function import check_function, signature_of
 from funcrec.compile._keys import leaf_key, many_compilations, refuse_other
 from funcrec.compile._lower import Lowered, lowered
 from funcrec.compile._method import Method
 from funcrec.compile._program import LOCK
-from funcrec.compile._recording import bring
+from funcrec.compile._recording import bring_to_cuda
 from funcrec.compile._static_arguments import call_plain, static_names, with_static
 from funcrec.compile._trace import is_odd, refuse_odd
 from funcrec.core import (
@@ -36,6 +37,7 @@ from funcrec.core import (
     describe,
     fail,
     fast_flatten,
+    flatten_like,
     is_in_derivative,
     leaf_paths,
     message,
@@ -47,6 +49,8 @@ from funcrec.tables import TableRef
 
 A = ParamSpec("A")
 R = TypeVar("R")
+ALONE = nullcontext()
+MOST_SEEN = 4  # compilations that a call of a known structure tries in turn, in C++
 MANY, MOST = 10, 128  # compilations of one function: the MANY-th gives a warning, and `jit` keeps the last MOST
 TRANSFORM = "a transform, funcrec.checked or a mode of torch"
 
@@ -125,6 +129,14 @@ def jit(
     return Jitted(fn, (donate,) if isinstance(donate, str) else tuple(donate), (*names, *numbers))
 
 
+class Seen(NamedTuple):
+    """The compilations that calls of one structure and surroundings, `here`, used last. read: as in `flatten_like`."""
+
+    here: tuple[Any, ...]
+    read: Callable[[Any], list[Any] | None] | None
+    entries: tuple[Compiled, ...]
+
+
 class Jitted(Generic[A, R]):
     """A function made by `jit`. A pickle holds `fn` and the options; a loaded function compiles again."""
 
@@ -133,12 +145,12 @@ class Jitted(Generic[A, R]):
     name: str
 
     def __init__(self, fn: Callable[..., Any], donate: tuple[str, ...], static: tuple[str | int, ...] = ()):
-        _check_function(fn)
+        check_function(fn)
         functools.update_wrapper(self, fn, updated=())
         vars(self).update({n: x for n, x in getattr(fn, "__dict__", {}).items() if not hasattr(type(self), n)})
         self.fn, self.donate = fn, donate
         self.name = getattr(fn, "__name__", type(fn).__name__)
-        self.signature: inspect.Signature = _signature_of(fn)
+        self.signature: inspect.Signature = signature_of(fn)
         parameters = self.signature.parameters
         unknown = [d for d in donate if d not in parameters]
         if unknown:
@@ -149,7 +161,8 @@ class Jitted(Generic[A, R]):
         is_plain = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
         self.positional: tuple[str, ...] | None = tuple(parameters) if is_plain else None
         self.compiled: dict[Any, Any] = {}  # the MOST compilations that calls used last
-        self.recent: dict[Any, Any] = {}  # the last used for each structure: most calls repeat the shapes
+        self.seen: dict[Any, Seen] = {}  # {a key without the leaves' forms: the last used compilations}
+        self.last_seen: Seen | None = None
         self.last: Any = None  # the key of the last compilation
         self.calls: itertools.count[int] = itertools.count(1)
         self.compilations: int = 0
@@ -164,30 +177,41 @@ class Jitted(Generic[A, R]):
         else:
             bound = self.signature.bind(*args, **kwargs)
             names, arguments = tuple(bound.arguments), tuple(bound.arguments.values())
-        if self.static:
-            arguments = with_static(self.name, self.static, names, arguments)
-        leaves, structure = fast_flatten(arguments)
+        arguments = with_static(self.name, self.static, names, arguments) if self.static else arguments
         if is_transformed():
-            refuse_donated(leaves)
+            refuse_donated(fast_flatten(arguments)[0])
             self.step_aside(TRANSFORM)
             return self.followed(args, kwargs) if is_in_derivative() else self.fn(*args, **kwargs)
-        if self.donate and torch.cuda.is_initialized():
-            leaves = bring_to_cuda(leaves)
-        when, here = (self.name, next(self.calls)), (names, structure, structure_key(structure), surroundings())
-        entry = self.recent.get(here)
-        # Most calls repeat a key, and C++ compares the forms of leaves and captured tensors. `stage_call` finds the
-        # entry of another form.
-        with entry.lock if entry is not None and self.donate else nullcontext():
-            if entry is not None:
-                entry.used, known = when[1], leaves + entry.captured
-                link = entry.follows(known)
-                if link is not None:
-                    return self.ran(entry, known, when, link)
+        when, around, seen = (self.name, next(self.calls)), surroundings(), self.last_seen
+        # Most calls repeat the structure of the call before.
+        if seen is not None and seen.read is not None and seen.here[0] == names and seen.here[3] == around:
+            leaves = seen.read(arguments)
+            if leaves is not None and (out := self.repeated(seen, leaves, when)):
+                return out[0]
+        leaves, structure = fast_flatten(arguments)
+        here = (names, structure, structure_key(structure), around)
+        found = self.seen.get(here)
+        if found is not None and found is not seen:
+            self.last_seen, out = found, self.repeated(found, leaves, when)
+            if out is not None:
+                return out[0]
         return self.stage_call(args, kwargs, leaves, here, when)
 
-    def ran(self, entry: Any, known: list[Any], when: tuple[str, int], link: Any) -> Any:
+    def repeated(self, seen: Seen, leaves: list[Any], when: tuple[str, int]) -> tuple[Any] | None:
+        """Return (the call's result,) if the leaves have the forms of a compilation, else None. C++ compares forms."""
+        if self.donate and torch.cuda.is_initialized():
+            leaves = bring_to_cuda(leaves)
+        for entry in seen.entries:
+            with entry.lock if self.donate else ALONE:
+                known = leaves + entry.captured
+                if entry.follows(known):
+                    entry.used = when[1]
+                    return (self.ran(entry, known, when),)
+        return None
+
+    def ran(self, entry: Any, known: list[Any], when: tuple[str, int]) -> Any:
         try:
-            return entry(known, when, link)
+            return entry(known, when)
         except RuntimeError as error:  # Perhaps an exchange broke off.
             said = others_changed(f"funcrec.jit({self.name})", error)
             if said is error:
@@ -203,14 +227,20 @@ class Jitted(Generic[A, R]):
         when: tuple[str, int],
     ) -> Any:
         """Return the result of a call, after a check of each leaf."""
+        if self.donate and torch.cuda.is_initialized():
+            leaves = bring_to_cuda(leaves)
         entry, leaves = self.staged(leaves, here)
         if entry is None:
             return self.followed(args, kwargs)
-        with entry.lock if self.donate else nullcontext():
+        with entry.lock if self.donate else ALONE:
             known = leaves + entry.captured
             refuse_donated(known)  # once more, since another thread may have taken a leaf while this thread waited
-            entry.used, self.recent[here] = when[1], entry
-            return self.ran(entry, known, when, entry.admit(known))
+            entry.used = when[1]
+            entry.admit(known)
+            before = self.seen.get(here) or Seen(here, flatten_like(here[1]), ())
+            entries = (entry, *(e for e in before.entries if e is not entry))[:MOST_SEEN]
+            self.last_seen = self.seen[here] = before._replace(entries=entries)
+            return self.ran(entry, known, when)
 
     def followed(self, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
         """Return the result of `fn` itself, because it is differentiated. Its exchanges with real ranks raise: other
@@ -328,7 +358,7 @@ class Jitted(Generic[A, R]):
         if len(self.compiled) > MOST:
             oldest = min((k for k in self.compiled if k != key), key=lambda k: self.compiled[k].used)
             gone = self.compiled.pop(oldest)
-            self.recent = {k: e for k, e in self.recent.items() if e is not gone}
+            self.last_seen, self.seen = None, {k: x for k, x in self.seen.items() if gone not in x.entries}
 
     def num_compiled(self) -> int:
         """Return the number of compilations of the function."""
@@ -359,30 +389,7 @@ class Jitted(Generic[A, R]):
         return name if found is self else (Jitted, (self.fn, self.donate, self.static))
 
     def __repr__(self) -> str:
-        return f"<funcrec.jit of {self.fn!r}{f', donate={self.donate}' if self.donate else ''}>"
-
-
-def _check_function(fn: Callable) -> None:
-    call = "funcrec.jit"
-    if not callable(fn):
-        fail(call, "`fn` is not a function.", got=describe(fn), need="a function of pytrees", kind=TypeError)
-    kinds = {
-        "coroutine": inspect.iscoroutinefunction,
-        "generator": inspect.isgeneratorfunction,
-        "asynchronous generator": inspect.isasyncgenfunction,
-    }
-    for kind, is_one in kinds.items():
-        if is_one(fn) or is_one(getattr(fn, "__call__", None)):  # noqa: B004
-            need, hint = "a function that returns its values", "collect them in a list, and return that"
-            got = getattr(fn, "__name__", describe(fn))
-            fail(call, f"`fn` is a {kind}.", got=got, need=need, hint=hint, kind=TypeError)
-
-
-def _signature_of(fn: Callable) -> inspect.Signature:
-    try:
-        return inspect.signature(fn)
-    except ValueError:  # a builtin function without a signature
-        return inspect.signature(lambda *args, **kwargs: None)
+        return f"<funcrec.jit of {self.fn!r}>"
 
 
 def _frames_here() -> int:
@@ -391,10 +398,3 @@ def _frames_here() -> int:
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame, count = frame.f_back, count + 1
     return count
-
-
-def bring_to_cuda(leaves: list) -> list:
-    """Return the leaves, with host leaves copied to the CUDA device if all other leaves are on one CUDA device."""
-    devices = {x.device for x in leaves if isinstance(x, Tensor)}
-    on_cuda = [d for d in devices if d.type == "cuda"]
-    return bring(leaves, on_cuda[0]) if len(devices) > 1 and len(on_cuda) == 1 else leaves

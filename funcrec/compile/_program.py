@@ -4,6 +4,7 @@ leaves → [compiled graph] → results;   writes(results) into donated leaves
 """
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -37,13 +38,14 @@ class Program:
         donated: Iterable[int],
     ):
         self.graph, self.inputs, self.plan, self.donated = graph, inputs, plan, list(donated)
+        self.inputs_of = picker(inputs)
         self.writes = prepare_writes(plan, num_leaves)
         self.shared: set[int] | None = None  # results to copy; None before the first call
         self.call: Callable | None = None
 
     def compute(self, leaves: list) -> list[Tensor]:
         """Return the results, with copies of those that may not share memory. It writes to no leaf."""
-        mine = [leaves[i] for i in self.inputs]
+        mine = self.inputs_of(leaves)
         casts_are_in_the_graph = torch._C._is_any_autocast_enabled()
         with torch._C._DisableAutocast() if casts_are_in_the_graph else _AS_IT_IS:
             call = self.code(mine)
@@ -56,14 +58,14 @@ class Program:
             results[k] = results[k].clone()
         return results
 
-    def code(self, like: list[Tensor]) -> Callable:
+    def code(self, like: Sequence[Tensor]) -> Callable:
         """Return the graph, compiled once for arguments of these forms.
 
         Its caller must turn grad mode and autocast off, as in calls of the compiled graph.
         """
         if self.call is None:
             with LOCK, clean_surroundings():
-                self.call = self.call or compile_graph(self.graph, like)
+                self.call = self.call or compile_graph(self.graph, [*like])
         return self.call
 
     def find_shared(self, leaves: list, results: list[Tensor]) -> set[int]:
@@ -73,6 +75,11 @@ class Program:
             return set()
         arguments = [x for x in leaves if left(x)]
         return shared_results(results, set(self.plan.whole.values()), arguments, own)
+
+
+def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function from a list to the elements with these numbers, in their order."""
+    return operator.itemgetter(*numbers) if len(numbers) > 1 else lambda xs: [xs[i] for i in numbers]
 
 
 class Staged(NamedTuple):

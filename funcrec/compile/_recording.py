@@ -120,6 +120,13 @@ def bring(leaves: list, device: torch.device) -> list:
     return out
 
 
+def bring_to_cuda(leaves: list) -> list:
+    """Return the leaves, with host leaves copied to the CUDA device if all other leaves are on one CUDA device."""
+    devices = {x.device for x in leaves if isinstance(x, Tensor)}
+    on_cuda = [d for d in devices if d.type == "cuda"]
+    return bring(leaves, on_cuda[0]) if len(devices) > 1 and len(on_cuda) == 1 else leaves
+
+
 @functools.cache
 def _capture_stream(device: int) -> "torch.cuda.Stream":
     return torch.cuda.Stream(device)

@@ -49,6 +49,7 @@ from funcrec.core._levels import tangents_below as tangents_below
 from funcrec.core._levels import under_vmaps as under_vmaps
 from funcrec.core._levels import value_below as value_below
 from funcrec.core._levels import vmaps_above as vmaps_above
+from funcrec.core._like import flatten_like as flatten_like
 from funcrec.core._mapping import Named as Named
 from funcrec.core._mapping import mapping as mapping
 from funcrec.core._number_checks import device_problems as device_problems

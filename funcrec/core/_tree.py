@@ -29,6 +29,7 @@ CLASSES: dict[
 STATIC_DEFAULTS: dict[
     str, tuple[Any, ...]
 ] = {}  # defaults of static fields, for a checkpoint that is older than a field
+CALL_FLATTENS: dict[type, Callable[..., Any]] = {}  # {class: flatten in the namespace CALLS}
 UNPADDED: dict[type, Callable[..., Any]] = {}  # {class: value -> the same value without padding}, for comparisons
 
 _as_written = optree.dict_insertion_ordered(True, namespace=CALLS)  # a context that is never left
@@ -140,6 +141,7 @@ def register_call(cls: type, plain: tuple[Callable, Callable], fast: tuple[Calla
     def unflatten_call(context, leaves):
         return (plain if is_dynamo_compiling() else fast)[1](leaves, (context[0], loosen(context[1])))
 
+    CALL_FLATTENS[cls] = flatten_call
     optree.register_pytree_node(cls, flatten_call, unflatten_call, path_entry_type=optree.GetAttrEntry, namespace=CALLS)
 
 

@@ -10,7 +10,7 @@ the form, C rows kept for a step, W integers of a row and its slots, N ids, E in
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -329,5 +329,4 @@ def begins(ordered: Tensor) -> Tensor:
 def log_specs(mesh: Mesh, num_steps: int, *, has_origin: bool = True) -> DeltaLog:
     """Return the specs of a log: each rank has its rows; counts, version and origin are equal on all ranks."""
     own = P(mesh.axis_names)
-    log = cast(Any, DeltaLog)  # with a spec in place of each tensor
-    return log(P(), P(), P(), P(), own, own, own, num_steps, P() if has_origin else None)
+    return DeltaLog(P(), P(), P(), P(), own, own, own, num_steps, P() if has_origin else None)

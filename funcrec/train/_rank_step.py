@@ -10,7 +10,7 @@ Shapes: n ranks.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,5 +192,4 @@ def state_specs(state: TrainState) -> TrainState:
     """
     banks = state.tables.layout.specs()
     slots = {n: dict.fromkeys(own, banks[n]) for n, own in state.slots.items()}
-    made = cast(Any, TrainState)  # with a spec in place of each tensor
-    return made(P(), state.tables.specs(), slots, dense_specs(state.dense), dense_specs(state.dense_opt), P())
+    return TrainState(P(), state.tables.specs(), slots, dense_specs(state.dense), dense_specs(state.dense_opt), P())

@@ -41,9 +41,9 @@ def test_interrupted_at_random_moments(trial):
 @pytest.mark.parametrize("follows", [True, False])
 @pytest.mark.parametrize("moment", [AtEvent, AtOperation])
 def test_interrupted_at_every_moment(trial, moment, follows):
-    """After an exception where CPython may see a signal, the state is whole or gone (the test tries every third
+    """After an exception where CPython may see a signal, the state is whole or gone (the test tries every second
     point)."""
-    ends = interrupts.at_every(trial, moment, follows, step=3)
+    ends = interrupts.at_every(trial, moment, follows, step=2)
     assert ends["whole"] > 100 and ends["gone"] > 20
 
 

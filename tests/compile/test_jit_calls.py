@@ -127,7 +127,7 @@ def test_compilations_are_bounded(interpreted, monkeypatch):
         for n in range(20):
             assert_trees_close(f(X, n), X * n)
             assert_trees_close(f(X, 0), X * 0)
-    assert len(f.compiled) == 4 and len(f.recent) <= 4 and f.num_compiled() == 20
+    assert len(f.compiled) == 4 and len(f.seen) == 1 and f.num_compiled() == 20
     f(X, 1)
     assert f.num_compiled() == 21
 

@@ -51,10 +51,8 @@ class Ready:
 
     def __init__(self, source: "Ahead", number: int, batch: Any, form: Any):
         self.source, self.number, self.batch, self.form = source, number, batch, form
-        self.is_done, self.versions = False, list[int]()
-        self.halves: Any = None
-        self.routed: Any = None
-        self.sent: Any = None
+        self.is_done, self.halves, self.routed, self.sent = False, None, None, None
+        self.versions: list[int] = []
 
     def __repr__(self) -> str:
         return f"Ready({self.batch!r})"
@@ -148,7 +146,7 @@ class Ahead:
             self.skipped.add(one.number)
             self.changed.notify_all()
 
-    def add(self, programs: dict[Any, Any], form: Any, halves: Any) -> None:
+    def add(self, programs: dict[Any, Any], form: Any, halves: Halves | None) -> None:
         with self.lock:
             programs[form] = halves
             self.changed.notify_all()
@@ -199,9 +197,8 @@ class Ahead:
             self.error = error
         finally:
             try:
-                close = getattr(items, "close", None)
-                if close is not None:
-                    close()
+                if hasattr(items, "close"):
+                    items.close()
             except BaseException as error:
                 self.error = self.error or error
             with self.lock:
@@ -295,7 +292,8 @@ class Ahead:
         following = self.following()
         current = torch.cuda.current_stream(self.stream.device)
         for x in (one, following):
-            if x is not None and not x.is_done and self.permits.get(x.number) is programs and x.form in programs:
+            is_next = x is not None and not x.is_done and self.permits.get(x.number) is programs and x.form in programs
+            if is_next:
                 self.stream.wait_stream(current)  # waits for the batch's copy and all earlier launches
                 with torch.cuda.stream(self.stream):
                     send(x, programs[x.form])
