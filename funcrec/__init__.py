@@ -199,7 +199,13 @@ from funcrec import optim as optim
 from funcrec import random as random
 from funcrec import tree as tree
 
+import typing as _typing
+
 import funcrec.core as _core
+
+if _typing.TYPE_CHECKING:  # imported when it is first used
+    from funcrec import examples as examples
+    from funcrec import testing as testing
 
 _core.publish(
     globals(),

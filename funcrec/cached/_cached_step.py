@@ -142,7 +142,7 @@ class CachedStep:
         self.lock = threading.Lock()
 
     @property
-    def init(self) -> Callable:
+    def init(self) -> Callable[..., TrainState]:
         """Return the step's `init`."""
         return self.step.init
 

@@ -34,7 +34,7 @@ from funcrec.files import Url, as_path, open_file, steady
 from funcrec.mesh import Codec, Mesh, Ranks, apart_problems, called_by_all_ranks, together
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import Plan, optimizer_problems
-from funcrec.train import TrainState, readers, update_of
+from funcrec.train import TrainState, TrainStep, readers, update_of
 
 SAVE, LOAD = "funcrec.save", "funcrec.load"
 
@@ -185,6 +185,7 @@ def load(
         "dense_axes": tuple(dense_axes),
     }
     step = update_of(like)
+    check(LOAD, () if step is not None else step_kind_problems(like))
     if step is not None:
         check(LOAD, given_problems({"plan": plan, "mesh": mesh, **how}))
         like, mesh, plan = None, step.where.mesh, step.where.plan
@@ -296,6 +297,13 @@ def map_problems(path: Path | Url, mmap: bool) -> Iterator[Problem]:
 def damaged(path: Path, error: Exception):
     hint = "an older checkpoint; `save` itself never leaves half a file"
     fail(LOAD, f"`{path.name}` is not a whole checkpoint.", got=str(error), need="a file that save wrote", hint=hint)
+
+
+def step_kind_problems(like: Any) -> Iterator[Problem]:
+    """Report a step that has no layout, such as a logged one."""
+    if isinstance(getattr(like, "fn", like), TrainStep):
+        need, hint = "a step of train_step, or a state", "like=step.init(params)"
+        yield Problem("`like` is a step of another kind.", repr(like), need, hint, TypeError)
 
 
 def given_problems(given: dict[str, Any]) -> Iterator[Problem]:

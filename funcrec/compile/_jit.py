@@ -389,7 +389,7 @@ class Jitted(Generic[A, R]):
         return name if found is self else (Jitted, (self.fn, self.donate, self.static))
 
     def __repr__(self) -> str:
-        return f"<funcrec.jit of {self.fn!r}>"
+        return f"<funcrec.jit of {self.fn!r}{f', donate={self.donate}' if self.donate else ''}>"
 
 
 def _frames_here() -> int:

@@ -81,7 +81,9 @@ def short(x: Any) -> str:
     if isinstance(name := getattr(x, "name", None), str):
         return f"{type(x).__name__}({name!r})"
     text = repr(x)
-    return text if "\n" not in text and len(text) <= LONGEST else f"<{type(x).__name__}>"
+    if "\n" not in text and len(text) <= LONGEST:
+        return text
+    return x._brief() if hasattr(x, "_brief") else f"<{type(x).__name__}>"
 
 
 def reduced(value: Any) -> tuple[Any, ...]:

@@ -48,7 +48,7 @@ def _batch_of(source: RowData | Schema | Encoding, items: list) -> Batch:
     if not isinstance(items, list | tuple) or not items:
         hint = "DataLoader(..., collate_fn=collate(data))"
         fail(call, "the items are not a batch.", got=describe(items), need="a list of items", hint=hint, kind=TypeError)
-    if is_row_data(source):
+    if not isinstance(source, Schema | Encoding):
         if not all(isinstance(i, Integral) and not isinstance(i, bool) for i in items):
             got, need = f"a list of {', '.join(sorted({type(i).__name__ for i in items}))}", "row numbers"
             hint = "DataLoader(range(data.num_rows), ..., collate_fn=collate(data))"

@@ -5,14 +5,14 @@
 Shapes: N rows, B rows of a batch, C categorical columns, D dense numbers, T labels.
 """
 
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Within, check, pytree, typed
+from funcrec.core import Within, check, pytree, sure, typed
 from funcrec.data.readers import _columns as columns
 from funcrec.data.readers._files import opened
 from funcrec.data.readers._rows import Vocabularies, need_ids, row_problems, there, vocabulary_problems
@@ -71,7 +71,9 @@ class Examples:
         check("funcrec.data.take", row_problems(rows, self.num_rows, self.categorical.device))
         rows, inside = there(rows, self.num_rows)
         of = lambda x: None if x is None else x.index_select(0, rows)
-        mark = lambda x, odd: x if x is None or inside is None else torch.where(_like(inside, x), x, odd)
+        mark: Callable[..., Any] = lambda x, odd: (
+            x if x is None or inside is None else torch.where(_like(inside, x), x, odd)
+        )
         single, bags = mark(of(self.categorical), -1), None
         if self.multivalued is not None:
             bags = _taken(self.multivalued, rows, inside, sum(self.most))
@@ -84,8 +86,10 @@ class Examples:
 
 def whole(data: Examples) -> Batch:
     """Return all rows in order, as one batch."""
-    bags = data.multivalued and JaggedTensor(*[getattr(data.multivalued, n) for n in ("values", "offsets", "weights")])
-    return Batch(_ids(data.schema, data.categorical, data.weights, bags), data.label, data.dense, data.weight)
+    own = data.multivalued
+    bags = None if own is None else JaggedTensor(own.values, own.offsets, own.weights)
+    numbers: tuple[Any, ...] = (data.label, data.dense, data.weight)
+    return Batch(_ids(data.schema, data.categorical, data.weights, bags), *numbers)
 
 
 def _like(inside: Tensor, x: Tensor) -> Tensor:
@@ -172,7 +176,7 @@ def examples_of(
     call: str,
     table,
     schema: Schema,
-    sizes: Vocabularies,
+    sizes: Mapping[str, int],
     missing: int | None = None,
     missing_number: float | None = None,
 ) -> Examples:
@@ -198,7 +202,7 @@ def examples_of(
     label = None if not labels else labels[0] if isinstance(schema.label, str) else np.stack(labels, 1)
     of = lambda x: None if x is None else torch.from_numpy(np.ascontiguousarray(x))
     return Examples(
-        categorical=of(np.stack(single, 1) if single else np.zeros((n, 0), np.int64)),
+        categorical=sure(of(np.stack(single, 1) if single else np.zeros((n, 0), np.int64))),
         multivalued=_bags(call, table, lists, schema) if lists else None,
         label=of(label),
         dense=of(np.concatenate(dense, 1)) if dense else None,
@@ -218,7 +222,7 @@ def _bags(call: str, table, lists: list, schema: Schema) -> KeyedJaggedTensor:
         scale, own = np.ones(len(ids), np.float32), lengths
         if by is not None:
             scale, own = columns.list_floats_of(call, table[by], by)
-        if (own != lengths).any():
+        if by is not None and (own != lengths).any():
             row = int(np.flatnonzero(own != lengths)[0])
             columns.refuse(call, row, by, f"{own[row]} weights", f"{lengths[row]}, one for each id of `{name}`")
         scales.append(scale)

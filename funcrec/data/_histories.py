@@ -19,7 +19,8 @@ from funcrec.tables import Batch
 
 CALL = "funcrec.data.histories"
 Ids = Annotated[Tensor, Form("i[N]")]
-Rows, HeldOut = Annotated[Tensor, Form("i[M]")], Annotated[Tensor, Form("i[L]")]
+Rows = Annotated[Tensor, Form("i[M]")]
+HeldOut = Annotated[Tensor, Form("i[L]")]
 
 
 @pytree(static=("max_length", "most"), optional=("target",))
@@ -120,9 +121,9 @@ def histories(
     history = _bags(order, users, item, rows, count)
     target = None if held_out is None else _bags(order, users, item, held_out, count)
     kept = (history if target is None else target).lengths > 0
-    parts = [None if x is None else _kept(x, kept) for x in (history, target)]
-    most = tuple(0 if x is None or not len(x) else int(x.lengths.max()) for x in parts)
-    return Histories(*parts, max_length, most)
+    history, target = _kept(history, kept), None if target is None else _kept(target, kept)
+    most = lambda x: 0 if x is None or not len(x) else int(x.lengths.max())
+    return Histories(history, target, max_length, (most(history), most(target)))
 
 
 def _bags(order: Tensor, users: Tensor, item: Tensor, rows: Tensor | None, count: int) -> JaggedTensor:

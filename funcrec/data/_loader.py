@@ -167,7 +167,7 @@ class Loader:
     @property
     def order(self) -> dict[str, Any]:
         """Return the settings that determine the rows of each batch. With equal settings, positions mean the same."""
-        key, rows = None if self.key is None else int(self.key), zlib.crc32(self.rows.cpu().numpy())
+        key, rows = None if self.key is None else int(self.key), zlib.crc32(self.rows.cpu().numpy().data)
         return {"batch_size": self.batch_size, "key": key, "count": self.count, "rows": rows}
 
 
@@ -268,7 +268,7 @@ def data_problems(data: object) -> Iterator[Problem]:
         yield Problem("`data` has no rows.", got, "a value with `num_rows` and `take(rows)`", hint, TypeError)
 
 
-def epoch_problems(load: Loader, position: Position) -> Iterator[Problem]:
+def epoch_problems(load: Loader, position: tuple[int, int]) -> Iterator[Problem]:
     """Yield problems if an epoch has no batch or if the position is after its end. A loop over epochs would not end."""
     if load.count == 0:
         num_rows = load.rows.shape[0]

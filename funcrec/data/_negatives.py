@@ -32,6 +32,7 @@ from funcrec.core import (
     random,
     reported,
     stray,
+    sure,
     typed,
 )
 from funcrec.jagged import JaggedTensor, int_problems, is_concrete, offset_value_problems, offsets_of
@@ -83,21 +84,22 @@ class Negatives:
         total = self.num_ids - self.first if self.ends is None else self.ends[-1]
         if self.known is None:
             return self._at(random.shift_right(own, 1) % total)
+        user, taken = sure(user), sure(self.taken)
         begin, end, is_there = _bag_of(self.known, user)
         wide = lambda x: x.reshape(-1, *(1,) * (len(shape) - 1))
-        free = wide(torch.where(is_there, total - (self.taken[end] - self.taken[begin]), 0))
+        free = wide(torch.where(is_there, total - (taken[end] - taken[begin]), 0))
         if is_concrete(free) or is_checking():
             check("funcrec.data.Negatives", _free_problems(free, user))
         t = random.shift_right(own, 1) % free.clamp(min=1)
         low, high = (wide(x).expand(shape) for x in (begin, end))
-        start, values = wide(self.taken[begin]), self.known.values
+        start, values = wide(taken[begin]), self.known.values
         longest = int((end - begin).max()) if is_concrete(end) and end.numel() else values.shape[0]
         for _ in range(longest.bit_length()):
             middle = (low + high) // 2
             at = middle.clamp(max=max(values.shape[0] - 1, 0))
-            is_before = (self._before(values[at]) - (self.taken[at] - start) <= t) & (middle < high)
+            is_before = (self._before(values[at]) - (taken[at] - start) <= t) & (middle < high)
             low, high = torch.where(is_before, middle + 1, low), torch.where(is_before, high, middle)
-        return torch.where(free > 0, self._at(t + self.taken[low] - start), -1)
+        return torch.where(free > 0, self._at(t + taken[low] - start), -1)
 
     def _before(self, ids: Tensor) -> Tensor:
         """Return the sum of the masses of the ids below each id."""
@@ -282,7 +284,7 @@ def _user_problems(negatives: Negatives, shape: Shape, user: Tensor | None) -> I
         what = "`user` is missing: ids are known of users." if user is None else "`user` has no known ids to leave out."
         yield Problem(what, got, need, hint if user is None else "known=known_items(user, item)")
         return
-    if user is None:
+    if user is None or negatives.known is None:
         return
     if (yield from reported(device_problems(known=negatives.known.values, user=user))):
         return

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from funcrec.core import Count, Device, Problem, check, describe, map_tensors, tree_leaves, typed
+from funcrec.core import Count, Device, Problem, check, describe, map_tensors, sure, tree_leaves, typed
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -75,7 +75,8 @@ class _Ready:
 
     def __init__(self):
         self.items, self.changed = deque(), threading.Condition()
-        self.ended, self.error, self.wanted = False, None, True
+        self.ended, self.wanted = False, True
+        self.error: BaseException | None = None
 
 
 def _consume(items: Iterable[T], depth: int, pin_memory: bool, device: torch.device | None) -> Iterator[T]:
@@ -92,7 +93,7 @@ def _consume(items: Iterable[T], depth: int, pin_memory: bool, device: torch.dev
                 item, copied = ready.items.popleft()
                 ready.changed.notify_all()
             if copied is not None:
-                _await_copy(item, copied, device)
+                _await_copy(item, copied, sure(device))
             yield item
         if ready.error is not None:
             raise ready.error
@@ -119,8 +120,9 @@ def _produce(source: Iterable, ready: _Ready, depth: int, pin_memory: bool, devi
     except BaseException as error:
         ready.error = error
     finally:
-        if hasattr(items, "close"):
-            items.close()  # a generator's `finally` runs in the thread that ran the generator
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()  # a generator's `finally` runs in the thread that ran the generator
         with ready.changed:
             ready.ended = True
             ready.changed.notify_all()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Device, Key, Size, check, describe, fail, random, replace, typed
+from funcrec.core import Count, Device, Key, Size, check, describe, fail, random, replace, sure, typed
 from funcrec.data._examples import Examples, examples_of, whole
 from funcrec.data._loader import At, Position, last_problems, refuse_iteration
 from funcrec.data._prefetch import device_problems, in_threads, prefetch
@@ -175,7 +175,7 @@ def _positions(load: StreamLoader, position: Position) -> Iterator[tuple[Positio
         need, hint = "a batch of the epoch", "the position that came with the last batch"
         fail(CALL, "`position` is past the end of its epoch.", got=f"{tuple(position)}", need=need, hint=hint)
     for following in chain(found, (None,)):
-        number += 1
+        number, batch = number + 1, sure(batch)
         yield (Position(epoch, number) if following is not None else Position(epoch + 1, 0)), batch
         batch = following
 
@@ -199,7 +199,7 @@ def _numbered(load: StreamLoader, key: Tensor | None, skip: int) -> Iterator[tup
             yield rows, table, len(rows)
         number += 1
     for _ in range(max(number, skip), share.num_batches if table is not None else 0):
-        yield rows[-1:], table.slice(len(rows) - 1), 0
+        yield rows[-1:], sure(table).slice(len(rows) - 1), 0
 
 
 def _made(load: StreamLoader, rows: np.ndarray, table, count: int) -> Batch:

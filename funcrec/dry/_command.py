@@ -129,7 +129,7 @@ def batch_of(sizes: Mapping[str, int], bags: int, is_weighted: bool, num_dense: 
     values, offsets = meta(sum(sizes.values()), dtype=torch.int64), meta(len(sizes) * bags + 1, dtype=torch.int64)
     weights = meta(values.shape[0]) if is_weighted else None
     ids = KeyedJaggedTensor(values, offsets, weights, keys=tuple(sizes))
-    return Batch(ids, meta(bags), meta(bags, num_dense) if num_dense else None)
+    return Batch(ids, meta(bags), meta(bags, num_dense)) if num_dense else Batch(ids, meta(bags))
 
 
 def pooling_of(feature: FeatureConfig, constraints: Mapping[str, Any]) -> float:

@@ -7,7 +7,7 @@ Shapes: n ranks on the axis of an exchange.
 
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from funcrec.core import (
     is_in_transform,
     map_tensors,
     own_errors,
+    sure,
     tree_leaves,
     typed,
 )
@@ -122,7 +123,7 @@ class DryRun(NamedTuple):
             return "\n".join(
                 [*lines, f"estimate: exchanges {self.exchange_s * 1e3:.4g} ms; the plan is not of fr.plan"]
             )
-        ms = [f"{x * 1e3:.4g}" for x in (self.step_s, self.lookup_s, self.exchange_s, self.update_s)]
+        ms = [f"{sure(x) * 1e3:.4g}" for x in (self.step_s, self.lookup_s, self.exchange_s, self.update_s)]
         return "\n".join([*lines, "estimate: {} ms = lookups {} + exchanges {} + updates {}".format(*ms)])
 
     def __repr__(self) -> str:
@@ -180,7 +181,7 @@ def dry_run(
     hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
     carried = backend or ("gloo" if hardware.name == "cpu" else "nccl")
     with on_paper(mesh, rank, carried) as ranks:
-        where = Mesh(tuple(mesh.items()), ranks)
+        where = Mesh(tuple(mesh.items()), cast(Any, ranks))
         with own_errors(CALL, make, where, need="the step of a mesh"):
             step = make(where)
         check(CALL, step_problems(step))
@@ -204,17 +205,18 @@ def dry_run(
 
 def exchange_of(node: torch.fx.Node, sent: Any, mesh: Mapping[str, int], rank: int, hardware: Hardware) -> Exchange:
     """Return the exchange of a node of the program. sent: its line of `Lowered.exchanges`."""
-    axis = node.args[-1].removeprefix("paper ")
+    args = cast(tuple[Any, ...], node.args)
+    axis = args[-1].removeprefix("paper ")
     ranks = ranks_along(axis, mesh, rank)
     others = len(ranks) - 1
     is_sum = "reduce" in sent.kind and "scatter" not in sent.kind  # a ring takes two turns for a sum
     messages = others * (2 if is_sum else 1)
     if node.target is SWAP:
         place = coordinates(rank, list(mesh), mesh)[axis]
-        messages = sum(n > 0 for i, n in enumerate(node.args[2]) if i != place)
+        messages = sum(n > 0 for i, n in enumerate(args[2]) if i != place)
     each = sent.sent_bytes / max(others, 1)  # the planner's costs count a byte to every other rank of the group
     seconds = latency_s(hardware, ranks) + each * peer_s_per_byte(hardware, ranks) if others else 0.0
-    operand = node.args[0].meta["val"]
+    operand = args[0].meta["val"]
     return Exchange(sent.kind, axis, sent.shape, sent.dtype, operand.nbytes, sent.sent_bytes, messages, seconds)
 
 

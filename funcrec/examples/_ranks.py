@@ -112,10 +112,12 @@ def plan_of(
 
 def sync_of(mesh: fr.Mesh | None, replicas: tuple[str, ...]) -> Callable[[fr.TrainState], fr.TrainState] | None:
     """Return a compiled function that makes the copies of tables equal, in the state's memory; None without copies."""
-    return fr.jit(lambda state: fr.sync_replicas(state, mesh=mesh), donate=("state",)) if replicas else None
+    if mesh is None or not replicas:
+        return None
+    return fr.jit(lambda state: fr.sync_replicas(state, mesh=mesh), donate=("state",))
 
 
-def with_sync(step: Callable, sync: Callable | None, every: int | None, num_steps: int) -> Callable:
+def with_sync(step: Callable, sync: Callable | None, every: int, num_steps: int) -> Callable:
     """Return `step`, with `sync` after every `every`-th of the num_steps steps of an epoch."""
     if sync is None:
         return step

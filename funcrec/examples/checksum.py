@@ -32,13 +32,15 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     mesh = mesh_of(options.ranks)
     state, loss = trained(options, mesh)
-    if mesh is None or mesh.is_emulated or mesh.device_mesh.get_rank() == 0:
+    if fr.loop.is_chief(mesh):
         print(f"{options.steps} steps, last loss {loss:.4f}, checksum {checksum(state)}", flush=True)
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m funcrec.examples.checksum", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m funcrec.examples.checksum", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=1, help="ranks in this process, 1, 2 or 4 (default 1)")
     parser.add_argument("--threads", type=int, help="threads of torch and of the kernels")

@@ -18,7 +18,9 @@ import funcrec as fr
 
 
 def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m funcrec.examples.cluster", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m funcrec.examples.cluster", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--data", required=True, help="a Parquet file or folder, or its URL: s3://, gs://, hf://")
     parser.add_argument("--out", required=True, help="a folder for checkpoints, or its URL")
     parser.add_argument("--label", default="label", help="the column of labels in [0, 1]")

@@ -125,7 +125,9 @@ def announce(job: Job, text: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m funcrec.examples.ctr", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m funcrec.examples.ctr", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--model", choices=PUBLISHED, default="deepfm")
     parser.add_argument("--optimizer", choices=SPARSE, default="adam", help="of the tables: touched rows only")
     parser.add_argument("--lr", type=float, default=0.005, help="of tables and dense parameters (default %(default)s)")

@@ -77,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m funcrec.examples.days", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m funcrec.examples.days", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--data", choices=["generated", "movielens"], default="generated")
     parser.add_argument("--data-dir", type=Path, help="a folder with MovieLens' files; they are fetched otherwise")
     parser.add_argument("--users", type=int, default=60_000, help="of all generated days (default %(default)s)")
@@ -121,7 +123,8 @@ def generated(options: argparse.Namespace) -> Stream:
         label = (torch.rand(len(user), generator=g) < logit.sigmoid()).float()
         parts.append((user * SPREAD, item * SPREAD, label))
     days = torch.arange(options.days + 1) * options.examples
-    return Stream(*(torch.cat(x) for x in zip(*parts, strict=True)), days)
+    user, item, label = (torch.cat(x) for x in zip(*parts, strict=True))
+    return Stream(user, item, label, days)
 
 
 def drawn(size: int, day: int, options: argparse.Namespace, g: torch.Generator) -> Tensor:
@@ -166,9 +169,7 @@ def logits(params: fr.Params, batch: fr.Batch, features: Any = FEATURES) -> Tens
     return (user[:, :-1] * item[:, :-1]).sum(1) + user[:, -1] + item[:, -1] + params.dense
 
 
-def trained(
-    options: argparse.Namespace, features: Any = FEATURES, **how: Any
-) -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
+def trained(options: argparse.Namespace, features: Any = FEATURES, **how: Any) -> tuple[Any, Any, Callable[..., Any]]:
     """Return the optimizer of the tables, a step, and predictions."""
     loss = lambda params, batch: fr.losses.bce(logits(params, batch, features), batch.label, batch.weight)
     sparse = fr.optim.rowwise_adagrad(options.lr)
@@ -195,7 +196,10 @@ def whole(options: argparse.Namespace, sizes: dict[str, int]) -> Contender:
 def following(options: argparse.Namespace, sizes: dict[str, int]) -> Contender:
     """Return tables that follow a vocabulary each. A step admits ids in a program of its own, which writes in place."""
     key = fr.key(options.seed)
-    policies = {"user": "lru", "item": "distance_lfu" if options.data == "movielens" else "lru"}  # old films stay
+    policies: dict[str, Any] = {
+        "user": "lru",
+        "item": "distance_lfu" if options.data == "movielens" else "lru",
+    }  # old films stay
     vocabularies = {n: fr.vocabulary(max(1, int(options.share * s)), policy=policies[n]) for n, s in sizes.items()}
     configs = configs_of(options, {n: v.num_embeddings for n, v in vocabularies.items()})
     follow = {
@@ -237,13 +241,19 @@ def in_a_file(options: argparse.Namespace, sizes: dict[str, int], folder: Path) 
 # -- judging -----------------------------------------------------------------------------------------------------------
 
 
+def is_real(batch: fr.Batch) -> torch.Tensor:
+    """Return which examples are not padding, bool[B]."""
+    assert batch.weight is not None
+    return batch.weight > 0
+
+
 def judged(own: Contender, stream: Stream, options: argparse.Namespace) -> dict[str, Any]:
     """Return the AUC of each day, predicted before the step's training on it, and seconds of training."""
     state, aucs, seconds = own.state, [], 0.0
     for day in range(options.days):
         batches = batches_of(stream, day, options.batch_size)
-        found = torch.cat([own.predict(state, b)[b.weight > 0] for b in batches])
-        label = torch.cat([b.label[b.weight > 0] for b in batches])
+        found = torch.cat([own.predict(state, b)[is_real(b)] for b in batches])
+        label = torch.cat([b.label[is_real(b)] for b in batches])
         aucs.append(float(fr.metrics.exact_auc(found, label)))
         began = time.perf_counter()
         for batch in batches:

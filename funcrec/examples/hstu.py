@@ -23,7 +23,15 @@ import funcrec as fr
 from funcrec.files import write_whole
 
 NUM_CATEGORIES, HELD_OUT = 128, 10
-MODEL = {"dim": 64, "num_layers": 2, "num_heads": 2, "qk_dim": 32, "linear_dim": 32, "hidden": 64, "head": 64}
+MODEL: dict[str, Any] = {
+    "dim": 64,
+    "num_layers": 2,
+    "num_heads": 2,
+    "qk_dim": 32,
+    "linear_dim": 32,
+    "hidden": 64,
+    "head": 64,
+}
 
 
 class Scores(NamedTuple):
@@ -65,7 +73,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m funcrec.examples.hstu", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m funcrec.examples.hstu", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--users", type=int, default=3000)
     parser.add_argument("--items", type=int, default=128 * 150, help="about 50 samples each by default, as in DLRMv3")
     parser.add_argument("--timestamps", type=int, default=30, help="the last ten are held out (default %(default)s)")
@@ -132,6 +142,7 @@ class Counts(NamedTuple):
         return Counts(torch.zeros(2, NUM_CATEGORIES), torch.zeros(2, options.items))
 
     def add(self, batch: fr.Batch) -> "Counts":
+        assert batch.weight is not None
         weight = batch.weight[:, None].expand(batch.label.shape).flatten()
         both = torch.stack([batch.label.flatten() * weight, weight])
         return Counts(
@@ -160,6 +171,7 @@ def scores_of(data: Any, model: Any, params: fr.Params, counts: Counts, options:
             logits = model.apply(params, batch)
             ours = {"hstu": logits.to_padded(options.candidates)[:, :, 0].sigmoid(), **counts.predict(batch)}
             ours["the generator"] = data.chances(rows)
+            assert batch.weight is not None
             real = batch.weight > 0
             for name, p in ours.items():
                 found.setdefault(name, []).append(p[real].double().flatten())

@@ -97,7 +97,9 @@ def print_scores(began: float) -> Callable[..., Any]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m funcrec.examples.sequence", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m funcrec.examples.sequence", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--model", choices=MODELS, default="sasrec")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=2)

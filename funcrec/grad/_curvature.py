@@ -22,7 +22,7 @@ FORWARD_MODE = threading.RLock()  # torch has one level of forward mode for all 
 
 
 @typed
-def hvp(loss_fn: Callable) -> Callable:
+def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Params]:
     """Return a function that multiplies the Hessian of a loss with a direction.
 
     Args:
@@ -65,7 +65,7 @@ def hvp(loss_fn: Callable) -> Callable:
 
 
 @typed
-def gauss_newton_product(predict_fn: Callable, loss_fn: Callable) -> Callable:
+def gauss_newton_product(predict_fn: Callable[..., Any], loss_fn: Callable[..., Any]) -> Callable[..., Params]:
     """Return a function that multiplies the Gauss-Newton matrix of a loss of predictions with a direction.
 
     The matrix is the Hessian without the second derivatives of the predictions. If the loss is convex in the
@@ -116,7 +116,7 @@ def gauss_newton_product(predict_fn: Callable, loss_fn: Callable) -> Callable:
 
 
 @typed
-def fisher_product(losses_fn: Callable) -> Callable:
+def fisher_product(losses_fn: Callable[..., Any]) -> Callable[..., Params]:
     """Return a function that multiplies the empirical Fisher matrix, the mean of the examples' g gᵀ, with a direction.
 
     Args:

@@ -64,7 +64,7 @@ class Solution(NamedTuple):
 
 
 @typed
-def lanczos(product: Callable, like: Any, *, steps: Count, key: Key) -> Spectrum:
+def lanczos(product: Callable[..., Any], like: Any, *, steps: Count, key: Key) -> Spectrum:
     """Return approximate eigenvalues of a symmetric matrix, of which only products with vectors are known.
 
     The outermost eigenvalues are found first: some 20 steps give the largest few of most Hessians. With as many steps
@@ -117,7 +117,9 @@ def lanczos(product: Callable, like: Any, *, steps: Count, key: Key) -> Spectrum
 
 
 @typed
-def conjugate_gradient(product: Callable, b: Any, *, steps: Count, damping: NotNegative | Scalar = 0.0) -> Solution:
+def conjugate_gradient(
+    product: Callable[..., Any], b: Any, *, steps: Count, damping: NotNegative | Scalar = 0.0
+) -> Solution:
     """Return x that solves (A + damping · I) x = b, for a symmetric A without negative eigenvalues, and the residual.
 
     Args:

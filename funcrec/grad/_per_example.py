@@ -36,7 +36,9 @@ CALL = "funcrec.per_example_grads"
 
 
 @typed
-def per_example_grads(loss_fn: Callable, has_aux: bool = False, *, max_ids: Count | None = None) -> Callable:
+def per_example_grads(
+    loss_fn: Callable[..., Any], has_aux: bool = False, *, max_ids: Count | None = None
+) -> Callable[..., tuple[Any, Params]]:
     """Return a function like that of `value_and_grad`, which differentiates the loss of each example of a batch alone.
 
     Args:

@@ -46,7 +46,7 @@ CALL = "funcrec.private_grads"
 
 @typed
 def private_grads(
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     has_aux: bool = False,
     *,
     max_norm: Positive | Scalar,
@@ -55,7 +55,7 @@ def private_grads(
     batch_size: Count | None = None,
     max_ids: Count | None = None,
     chunk_size: Count | None = None,
-) -> Callable:
+) -> Callable[..., tuple[Any, Params]]:
     """Return a function (params, batch, *args, key, **kwargs) -> (loss f[], grads), whose gradients are private.
 
     Each example's gradient, over all tables and dense leaves, is scaled to a norm of at most C = `max_norm`. Normal

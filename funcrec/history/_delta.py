@@ -7,12 +7,12 @@ Shapes: M changed rows of a table, w columns of a part of it, D columns of the t
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Problem, Size, check, describe, is_wrapped, plain, pytree, replace, typed
+from funcrec.core import Form, Problem, Size, check, describe, is_wrapped, plain, pytree, replace, sure, typed
 from funcrec.history._ids import ChangedIds, changed_ids, dynamic_in, entries_of, id_rows, sketch_of, vocabularies_in
 from funcrec.history._log import Touched
 from funcrec.history._logged import Logged, form_problems, laid_out_problems, stamp_problems
@@ -154,10 +154,12 @@ def parts_here(
     """
     out = {}
     for n, v in shards.items():
+        mesh = sure(mesh)
         num_parts = prod(mesh.shape[a] for a in v.axes)
         if mesh.is_emulated:
-            at = lambda k: dict.fromkeys(mesh.axis_names, 0) | coordinates(k, v.axes, mesh.shape)  # noqa: B023
-            own = [(rank_at(at(k), mesh.axis_names, mesh.shape), k) for k in range(num_parts)]
+            first = dict.fromkeys(mesh.axis_names, 0)
+            at = [first | coordinates(k, v.axes, mesh.shape) for k in range(num_parts)]
+            own = [(rank_at(place, mesh.axis_names, mesh.shape), k) for k, place in enumerate(at)]
         else:
             own = [(0, rank_at(mesh.coordinates, v.axes, mesh.shape))]
         out[entries_of(n)], out[sketch_of(n)] = (v.num_rows, own), (v.num_rows // SLOTS, own)
@@ -166,9 +168,9 @@ def parts_here(
 
 def first_row(shards: Mapping[str, VocabularyShard], vocabulary: str, mesh: Mesh | None) -> int:
     """Return the first row of the whole vocabulary that this process has."""
-    if vocabulary not in shards or mesh.is_emulated:
+    if vocabulary not in shards or sure(mesh).is_emulated:
         return 0
-    shard = shards[vocabulary]
+    mesh, shard = sure(mesh), shards[vocabulary]
     return rank_at(mesh.coordinates, shard.axes, mesh.shape) * shard.own.capacity
 
 
@@ -184,7 +186,7 @@ def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> 
             rows = (own.last[start : start + num_rows] > since).nonzero()[:, 0]
             yield n, ChangedRows(rows, x[rows], 0, tuple(x.shape))
             continue
-        number = next(i for i, b in enumerate(layout.banks) if b.name == n)
+        mesh, number = sure(mesh), next(i for i, b in enumerate(layout.banks) if b.name == n)
         bank, lasts = layout.banks[number], own.last.unflatten(0, (-1, own.starts[-1] + 1))
         for s in (s for s in layout.shards if s.bank == number):
             for i, (rank, first) in enumerate(zip(s.ranks, s.starts, strict=True)):
@@ -237,7 +239,7 @@ def apply_delta(tables: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]
     if not own_ids:
         return out
     changed = {n: x.put(own_ids[n]) for n, x in (delta.vocabularies or {}).items()}
-    return replace(tables, tables=out, vocabularies=own_ids | changed)
+    return replace(cast(DynamicTables, tables), tables=out, vocabularies=own_ids | changed)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -283,12 +285,13 @@ def delta_problems(tables: Mapping[str, Tensor], delta: Delta) -> Iterator[Probl
 
 def ids_problems(own: Mapping[str, Vocabulary], delta: Delta) -> Iterator[Problem]:
     """Yield problems of the entries of a Delta with the vocabularies that take them."""
-    for n, x in (delta.vocabularies or {}).items():
+    given = delta.vocabularies or {}
+    for n, x in given.items():
         if found := [*entry_problems(f"`delta.vocabularies[{n!r}]`", x)]:
             yield from found
             continue
         if n not in own:
-            need, hint = f"all of {list(delta.vocabularies)}", "the DynamicTables that were trained"
+            need, hint = f"all of {list(given)}", "the DynamicTables that were trained"
             yield Problem(f"vocabulary {n!r} does not exist.", f"{list(own)}", need, hint, KeyError)
             continue
         v = own[n]

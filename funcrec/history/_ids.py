@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, pytree, replace
+from funcrec.core import Problem, pytree, replace, sure
 from funcrec.kernels.vocabulary import SLOTS
 from funcrec.kinds import (
     DynamicTables,
@@ -50,7 +50,7 @@ class ChangedIds:
         """Return the vocabulary with these entries."""
         sketch = v.sketch
         if self.misses is not None:
-            sketch = sketch.view(-1, SLOTS).index_put((self.buckets,), self.misses).view(-1)
+            sketch = sure(sketch).view(-1, SLOTS).index_put((self.buckets,), self.misses).view(-1)
         put = lambda x, new: x.index_put((self.rows,), new)
         tags, entries = put(v.tags, self.tags), put(v.entries, self.entries)
         return replace(v, tags=tags, entries=entries, now=self.now, sketch=sketch)
@@ -110,7 +110,7 @@ def ids_named(tables: Any, new: NewRows) -> tuple[dict[str, Tensor], dict[str, T
         changed[entries_of(n)] = rows
         if v.sketch is not None:
             changed[sketch_of(n)] = buckets
-    drawn = {x[0]: new.used(list(own).index(x[1])) for x in dynamic_in(tables).first}
+    drawn = {x[0]: new.used(list(own).index(x[1])) for x in sure(dynamic_in(tables)).first}
     return changed, drawn if layout_in(tables) is None else in_banks(tables, drawn)
 
 
@@ -118,7 +118,7 @@ def followed(tables: Any) -> dict[str, list[str]]:
     """Return {vocabulary's name in the log: the tables that follow it}."""
     out = {}
     for n in vocabularies_in(tables):
-        out[entries_of(n)] = [x[0] for x in dynamic_in(tables).first if x[1] == n]
+        out[entries_of(n)] = [x[0] for x in sure(dynamic_in(tables)).first if x[1] == n]
         out[sketch_of(n)] = out[entries_of(n)]
     return out
 
@@ -129,7 +129,7 @@ def changed_ids(v: Vocabulary | VocabularyShard, rows: Tensor, buckets: Tensor |
     first: the row of the whole vocabulary with which the rows that this process has begin.
     """
     own, at = here(v), rows - first
-    misses = None if buckets is None else own.sketch.view(-1, SLOTS)[buckets - first // SLOTS]
+    misses = None if buckets is None else sure(own.sketch).view(-1, SLOTS)[buckets - first // SLOTS]
     return ChangedIds(rows, own.tags[at], own.entries[at], own.now.clone(), buckets, misses, v.capacity, own.seed)
 
 

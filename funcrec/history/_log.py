@@ -10,7 +10,7 @@ the form, C rows kept for a step, W integers of a row and its slots, N ids, E in
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -329,4 +329,5 @@ def begins(ordered: Tensor) -> Tensor:
 def log_specs(mesh: Mesh, num_steps: int, *, has_origin: bool = True) -> DeltaLog:
     """Return the specs of a log: each rank has its rows; counts, version and origin are equal on all ranks."""
     own = P(mesh.axis_names)
-    return DeltaLog(P(), P(), P(), P(), own, own, own, num_steps, P() if has_origin else None)
+    log = cast(Any, DeltaLog)  # with a spec in place of each tensor
+    return log(P(), P(), P(), P(), own, own, own, num_steps, P() if has_origin else None)

@@ -23,6 +23,7 @@ from funcrec.core import (
     kind_of,
     pytree,
     remade,
+    sure,
     tree_leaves,
     typed,
     unknown_problems,
@@ -142,7 +143,7 @@ def logged(
         check(call, dynamic_log_problems(state, recipe.admits))
         check(call, log_problems(state, recipe.sparse, steps, rows), tracked_problems(state))
         begin = functools.partial(
-            begin_log, waiting=recipe.sparse.waiting, num_steps=steps, room=room_of(state, rows if steps else 1)
+            begin_log, waiting=recipe.sparse.waiting, num_steps=steps, room=room_of(state, sure(rows) if steps else 1)
         )
         if where.mesh is not None:
             specs, begin = log_specs(where.mesh, steps), functools.partial(begin, axes=where.mesh.axis_names)
@@ -178,7 +179,7 @@ def run_logged(recipe: Recipe, axes: tuple[str, ...], place: Stages, logged: Log
 
     stages = place._replace(update=update, admitted=admitted)
     state, metrics = run_recipe(recipe, stages, logged.state, batch)
-    log = recorded(logged.log, recipe.sparse.waiting, *seen, logged.state, state, axes, *new)
+    log = recorded(logged.log, recipe.sparse.waiting, seen[0], logged.state, state, axes, *new)
     return Logged(state, log, logged.waiting), metrics
 
 
@@ -342,7 +343,7 @@ def laid_out_problems(state: TrainState, mesh: Mesh | None) -> Iterator[Problem]
         yield Problem("the state lies on a mesh.", got, "that mesh", "mesh=mesh", TypeError)
     elif layout is None and mesh is not None:
         yield Problem("the state lies on no mesh.", f"{mesh!r}", "mesh=None, or a sharded state", kind=TypeError)
-    elif layout is not None:
+    elif layout is not None and mesh is not None:
         yield from mesh_problems(layout, mesh)
 
 

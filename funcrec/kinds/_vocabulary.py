@@ -20,7 +20,7 @@ from funcrec.kernels.vocabulary import DISTANCE_LFU, LFU, LRU, SLOTS
 
 POLICIES: dict[Any, int] = {"lru": LRU, "lfu": LFU, "distance_lfu": DISTANCE_LFU}
 MOST_ROWS, MOST_COUNT = 2**37, 255  # the most rows, and the most that the sketch can count
-Policy = Literal["lru", "lfu", "distance_lfu"] | Callable
+Policy = Literal["lru", "lfu", "distance_lfu"] | Callable[..., Any]
 Ids = Annotated[Tensor, Form("i[N]")] | JaggedTensor | KeyedJaggedTensor
 
 

@@ -66,12 +66,12 @@ class BadIds:
         return (0 if self.features is None else self.count(position, batch)) if found is None else found
 
     def count(self, position: Position, batch: Any) -> int:
-        ids = ids_of(batch)
-        if ids is None or not (bad := outside(ids, self.features, self.shapes).sum()):
+        ids, features = ids_of(batch), self.features
+        if ids is None or features is None or not (bad := outside(ids, features, self.shapes).sum()):
             return 0
         if self.mode != "count":
             one = batch_name(position)
-            problems = value_problems(ids, self.features, self.shapes)
+            problems = value_problems(ids, features, self.shapes)
             check(CALL, (p._replace(got=f"{p.got}, in {one}", hint=f"{p.hint}; on_bad_ids='count'") for p in problems))
         return int(bad)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from funcrec.core import Problem, check, html_table, new_figure, typed
+from funcrec.core import Problem, check, html_table, new_figure, sure, typed
 
 History = Sequence[Mapping[str, Any]]
 
@@ -20,7 +20,7 @@ class Limits(NamedTuple):
 
     epochs: int
     monitor: str | None
-    mode: str
+    mode: Literal["max", "min"]
     patience: int | None
 
 
@@ -76,7 +76,7 @@ def is_finished(history: History, limits: Limits) -> bool:
     """Return whether all epochs are done, or `patience` epochs have passed since the best epoch."""
     if len(history) >= limits.epochs or not history or limits.patience is None:
         return len(history) >= limits.epochs
-    return len(history) - 1 - (best_epoch(history, limits.monitor, limits.mode) or 0) >= limits.patience
+    return len(history) - 1 - (best_epoch(history, sure(limits.monitor), limits.mode) or 0) >= limits.patience
 
 
 def monitor_problems(entry: Mapping, monitor: str, epoch: int) -> Iterator[Problem]:

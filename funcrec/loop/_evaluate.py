@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from funcrec.cached import CachedStep
-from funcrec.core import Problem, check, describe, fail, own_errors, tree_map, typed
+from funcrec.core import Problem, check, describe, fail, own_errors, sure, tree_map, typed
 from funcrec.loop._numbers import named_numbers
 from funcrec.loop._ranks import all_parts, num_processes
 from funcrec.mesh import Mesh, Ranks, say
@@ -115,10 +115,10 @@ def batches_of(call: str, batches: Any, mesh: Mesh | None) -> tuple[Iterator | N
 
     Inside `one_batch` these are the first batch and None. For an iterator they are None and the mesh.
     """
-    given = batches
+    given: Any = batches
     if callable(batches):
         with own_errors(call, batches, need="no argument"):
-            given = batches()
+            given = cast(Callable, batches)()
     check(call, batches_problems(given))
     if _is_trial.get():
         if isinstance(given, Iterator) and given is batches:
@@ -144,7 +144,7 @@ def evaluation(
         return model.apply(*read(params, batch))
 
     read = step.read if isinstance(step, CachedStep) else lambda params, batch: (params, batch)
-    return functools.partial(evaluate, predict, batches=batches, metrics=metrics)
+    return functools.partial(evaluate, predict, batches=batches, metrics=sure(metrics))
 
 
 def validation_problems(evaluate: Any, validation: Any, metrics: Any) -> Iterator[Problem]:

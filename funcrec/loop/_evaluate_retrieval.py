@@ -294,7 +294,7 @@ def vector_problems(name: str, count: str, x: object) -> Iterator[Problem]:
         yield Problem(f"`{name}` have NaN.", f"NaN in row {at}", "numbers", hint)
 
 
-def weight_problems(w: object, queries: Tensor) -> Iterator[Problem]:
+def weight_problems(w: Any, queries: Tensor) -> Iterator[Problem]:
     is_number = isinstance(w, Tensor) and not w.is_complex()
     if w is not None and not (is_number and w.shape == queries.shape[:1]):
         need = f"[{len(queries)}], a number for each query, or None"
@@ -309,7 +309,7 @@ def key_problems(name: str, key: str, keys: Sequence[str]) -> Iterator[Problem]:
         yield Problem(f"`{name}` names ids that the batch does not have.", got, need, "lambda batch: bags of rows")
 
 
-def bag_problems(name: str, bags: object, queries: Tensor) -> Iterator[Problem]:
+def bag_problems(name: str, bags: Any, queries: Tensor) -> Iterator[Problem]:
     need, hint = f"a JaggedTensor of {len(queries)} bags of rows", "fr.JaggedTensor.from_lists([[3], [5, 1]])"
     is_rows = isinstance(bags, JaggedTensor) and bags.values.dtype in (torch.int32, torch.int64)
     if not is_rows or bags.values.dim() != 1:

@@ -12,12 +12,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
 from funcrec.checkpoint import finish, settle
-from funcrec.core import Count, PositiveMagnitude, check, describe, fail, own_errors, typed
+from funcrec.core import Count, PositiveMagnitude, check, describe, fail, own_errors, sure, typed
 from funcrec.data import Position
 from funcrec.files import path_or_url
 from funcrec.loop._bad_ids import BadIds, batch_name
@@ -235,8 +235,7 @@ def fit(
     work = Work(
         step, bad_ids.watching(loader), evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings),
         tuple(callbacks), check_batch, progress, mesh, place, sync or (lambda state: state), order_of(loader),
-        trial_of(step) if validate is None else None, Clock(save_every_minutes), keep,
-        save_asynchronously, bad_ids,
+        trial_of(step) if validate is None else None, Clock(save_every_minutes), bad_ids, keep, save_asynchronously,
     )  # fmt: skip
     limits = Limits(epochs, monitor, mode, patience)
     check("funcrec.fit", work_problems(work), clock_problems(save_every_minutes, sync))
@@ -265,7 +264,7 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
         items = iter(rest_of_epoch(work, run.position))
         first = next(items, None)
         check("funcrec.fit", item_problems(first, run.position))
-        check_first_batch(work, run.state, first[1])
+        check_first_batch(work, run.state, sure(first)[1])
         try_evaluate(work, run)
         items = itertools.chain([first], items)
         if run.position == Position():  # an interrupt then has a checkpoint
@@ -313,7 +312,8 @@ def train_epoch(
             is_last = position.epoch != epoch
             stopped, is_late = (0, 0) if is_last else ask()
             is_due = is_late or (work.save_every_steps and steps % work.save_every_steps == 0)
-            divergence.check(before + steps, item, metrics, run._replace(state=state), is_last or stopped or is_due)
+            at_once = bool(is_last or stopped or is_due)
+            divergence.check(before + steps, item, metrics, run._replace(state=state), at_once)
             if is_last:
                 break
             if stopped:
@@ -337,15 +337,16 @@ def train_epoch(
 
 def end_epoch(work: Work, run: Run, entry: dict[str, float]) -> Run:
     """Return the run with the epoch's entry in its history, and with the best parameters so far."""
-    at(f"the evaluation of epoch {entry['epoch']}")
+    epoch = int(entry["epoch"])
+    at(f"the evaluation of epoch {epoch}")
     params = whole_params(run.state, work.mesh) if work.evaluate or work.callbacks or work.monitor else None
     history = [*run.history, entry | measured(work.evaluate, params, entry)]
     if work.monitor is not None:
-        check("funcrec.fit", monitor_problems(history[-1], work.monitor, entry["epoch"]))
+        check("funcrec.fit", monitor_problems(history[-1], work.monitor, epoch))
     is_best = work.monitor is not None and best_epoch(history, work.monitor, work.mode) == len(history) - 1
     run = run._replace(best=copy(params) if is_best else run.best, history=history)
     steps, chief = steps_of(history), is_chief(work.mesh)
-    call_back(work, Record("epoch", entry["epoch"], steps, history[-1], run.state, params, is_best, chief))
+    call_back(work, Record("epoch", epoch, steps, history[-1], run.state, params, is_best, chief))
     return run
 
 
@@ -377,7 +378,7 @@ def given_of_epoch(loader: Any, position: Position) -> Iterator[tuple[Position, 
     """Return the loader's items after `position`. A list of batches serves every epoch."""
     if callable(loader):
         with own_errors("funcrec.fit", loader, position, need="a position, of which it gives the rest of the epoch"):
-            return iter(loader(position))
+            return iter(cast(Callable, loader)(position))
     if position.batch and not isinstance(loader, Sequence):
         got, need = f"{position}, and {describe(loader)}", "a function of a position, or a list of batches"
         hint = "a checkpoint of an epoch's end: save_every_steps=None"

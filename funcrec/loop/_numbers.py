@@ -5,7 +5,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -40,7 +40,7 @@ def numbers_in(name: str, x: Any) -> list[tuple[str, Any]]:
     if isinstance(x, Tensor):
         x = None if x.is_complex() else x.detach().double().tolist()
     if isinstance(x, tuple) and hasattr(x, "_asdict"):
-        x = x._asdict()
+        x = cast(Any, x)._asdict()
     if isinstance(x, Mapping | list | tuple):
         pairs = x.items() if isinstance(x, Mapping) else enumerate(x)
         return [pair for key, value in pairs for pair in numbers_in(f"{name}.{key}", value) or [(name, None)]]

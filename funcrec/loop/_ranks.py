@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from funcrec.core import Device, typed
+from funcrec.core import Device, sure, typed
 from funcrec.mesh import Mesh, P, Ranks, say, shard, unshard
 
 STEPS_PER_QUESTION = 16  # ranks ask at every 16th step whether a rank was interrupted
@@ -52,7 +52,7 @@ def own_part(x: Tensor, mesh: Mesh | None) -> Tensor:
       >>> fr.loop.own_part(torch.arange(4), None)
       tensor([0, 1, 2, 3])
     """
-    return x if num_processes(mesh) == 1 else shard(x, P(mesh.axis_names), mesh=mesh)
+    return x if num_processes(mesh) == 1 else shard(x, P(sure(mesh).axis_names), mesh=mesh)
 
 
 @typed
@@ -68,7 +68,7 @@ def all_parts(x: Tensor, mesh: Mesh | None) -> Tensor:
       >>> fr.loop.all_parts(torch.arange(4), None)
       tensor([0, 1, 2, 3])
     """
-    return x if num_processes(mesh) == 1 else unshard(x, P(mesh.axis_names), mesh=mesh)
+    return x if num_processes(mesh) == 1 else unshard(x, P(sure(mesh).axis_names), mesh=mesh)
 
 
 @typed

@@ -8,14 +8,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrec.cached import CachedStep
 from funcrec.checkpoint import difference_problems, latest, load, load_as, remove_all, save, settle
-from funcrec.core import Problem, check, describe, fail, tree_leaves
+from funcrec.core import Problem, check, describe, fail, sure, tree_leaves
 from funcrec.data import Position
 from funcrec.loop._bad_ids import BadIds
 from funcrec.loop._ranks import is_chief
@@ -36,7 +36,7 @@ class Work(NamedTuple):
     loader: Any
     evaluate: Callable[..., Any] | None
     monitor: str | None
-    mode: str
+    mode: Literal["max", "min"]
     checkpoint: Path | None
     save_every: int
     save_every_steps: int | None
@@ -48,11 +48,11 @@ class Work(NamedTuple):
     place: Callable[..., Any] | None
     sync: Callable
     order: dict[str, Any]  # describes the batches that the loader gives
-    trial: Callable[[Any, Any], None] | None  # tries the loss on the first state and batch, before any work
+    trial: Callable[..., None] | None  # tries the loss on the first state and batch, before any work
     clock: "Clock"
+    bad_ids: BadIds
     keep: int | None = None
     asynchronous: bool = False
-    bad_ids: BadIds | None = None
 
 
 @dataclass
@@ -91,7 +91,7 @@ def whole_params(state: Any, mesh: Mesh | None) -> Any:
     A state of another kind has its `params`, or else is itself the parameters.
     """
     if is_sharded(state):
-        return Params(gather_tables(state.tables, mesh), join_dense(state.dense, mesh))
+        return Params(gather_tables(state.tables, sure(mesh)), join_dense(state.dense, sure(mesh)))
     return getattr(state, "params", state)
 
 
@@ -121,7 +121,7 @@ def save_run(work: Work, run: Run) -> None:
     tree = {**more, **run._asdict(), "position": tuple(run.position)}
     in_parts = is_sharded(run.state) and work.keep is not None
     if is_sharded(run.state) and not in_parts:
-        tree["state"] = gather_state(run.state, work.mesh)
+        tree["state"] = gather_state(run.state, sure(work.mesh))
     if in_parts or is_chief(work.mesh):
         step = {} if work.keep is None else {"keep": work.keep, "step": steps_of(run.history) + run.position.batch}
         save(work.checkpoint, tree, asynchronous=work.asynchronous, **step)
@@ -130,7 +130,7 @@ def save_run(work: Work, run: Run) -> None:
 
 def make_room(work: Work) -> None:
     """Make a folder for `keep` checkpoints, and remove checkpoints of another run from it."""
-    if work.keep is not None and is_chief(work.mesh):
+    if work.checkpoint is not None and work.keep is not None and is_chief(work.mesh):
         work.checkpoint.mkdir(exist_ok=True)
         remove_all(work.checkpoint)
 
@@ -142,7 +142,7 @@ def load_run(work: Work, state: Any, path: Path) -> Run:
     """
     call = "funcrec.fit"
     if is_sharded(state) and work.place is None:
-        tree = load_as(path, state, mesh=work.mesh, device=device_of(state))
+        tree = load_as(path, state, mesh=sure(work.mesh), device=device_of(state))
     else:
         tree = load(path, device=device_of(state))
     check(call, checkpoint_problems(work, tree))

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -49,7 +50,8 @@ def listen() -> Iterator[Callable[[], int]]:
         elif time.monotonic() - since >= same_s:
             end(signum, before[signum])
 
-    before = {s: signal.signal(s, handler) for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN}
+    before: dict[int, Any] = {}
+    before |= {s: signal.signal(s, handler) for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN}
     try:
         yield lambda: heard[0] if heard else 0
     finally:

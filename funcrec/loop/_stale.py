@@ -132,7 +132,7 @@ class StalePipeline:
         """Return the started read of the batch's rows from the tables of this state."""
         is_sent, form = source.twins is not None, form_key(*fast_flatten(one.batch))
         if form not in programs:
-            names = source.twins.names if is_sent else {}
+            names = {} if source.twins is None else source.twins.names
             thirds = cut_stale(CALL, self.step, self.stale.update, state, state.tables, one.batch, names)
             source.add(programs, form, thirds)
         if is_sent:
@@ -176,6 +176,6 @@ def step_problems(step: object) -> Iterator[Problem]:
 
 
 def mesh_problems(mesh: Mesh | None) -> Iterator[Problem]:
-    if mesh is not None and not mesh.is_emulated and mesh.device_mesh.device_type != "cpu":
+    if mesh is not None and mesh.device_mesh is not None and mesh.device_mesh.device_type != "cpu":
         got, hint = mesh.device_mesh.device_type, "fr.pipeline(step, mesh=mesh)"
         yield Problem("`mesh` has devices other than CPUs.", got, "a mesh of processes on CPUs", hint)

@@ -26,11 +26,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from funcrec.core import Problem, message, typed
+from funcrec.core import Problem, message, sure, typed
 from funcrec.loop._ranks import num_processes
-from funcrec.mesh import Mesh, Ranks, is_broken, say
+from funcrec.mesh import Mesh, Ranks, default_store, is_broken, say
 
 BEAT_S = 0.5
 SILENT_S = 30.0  # the time from the last beat until the verdict; shorter if exchanges have a shorter timeout
@@ -59,7 +59,7 @@ class Watched:
 
     rank: int
     processes: list[list[int]]  # for each rank the machine, the process id and the start time of the process
-    store: dist.Store
+    store: Store
     silent_s: float
     place: str = "its first work"
     ended: str = ""  # how the main thread ended
@@ -106,7 +106,7 @@ def watch(mesh: Mesh | None) -> Iterator[Callable[[str], None]]:
     if num_processes(mesh) == 1 or watched.get() is not None:
         yield at
         return
-    own = meet(mesh)
+    own = meet(sure(mesh))
     thread = threading.Thread(target=keep_watch, args=(own,), name="funcrec.watch", daemon=True)
     thread.start()
     threading.Thread(target=keep_guard, args=(own,), name="funcrec.watch of the store", daemon=True).start()
@@ -151,8 +151,8 @@ def meet(mesh: Mesh) -> Watched:
     own = [this_machine(), os.getpid(), began(os.getpid()), secrets.randbits(62)]
     ranks = Ranks.of(mesh)
     processes = say(own, ranks)
-    store = dist.PrefixStore(f"funcrec.watch.{processes[0][3]}", dist.distributed_c10d._get_default_store().clone())
-    device = torch.device(mesh.device_mesh.device_type)
+    store = PrefixStore(f"funcrec.watch.{processes[0][3]}", default_store().clone())
+    device = torch.device(sure(mesh.device_mesh).device_type)
     waits = [g._get_backend(device).options._timeout.total_seconds() for g in ranks.groups]
     return Watched(ranks.rank, [c[:3] for c in processes], store, min(SILENT_S, *waits))
 
@@ -248,13 +248,13 @@ def without_store(own: Watched, seen: dict[int, tuple[str, int]], error: Excepti
     )
 
 
-def note(store: dist.Store, rank: int, seen: dict[int, tuple[str, int]], turns: int) -> None:
+def note(store: Store, rank: int, seen: dict[int, tuple[str, int]], turns: int) -> None:
     beat = store_text(store, f"beat {rank}")
     if rank not in seen or seen[rank][0] != beat:
         seen[rank] = beat, turns
 
 
-def store_text(store: dist.Store, key: str) -> str:
+def store_text(store: Store, key: str) -> str:
     """Return the value of the key; "" if the key is not set."""
     return store.get(key).decode() if store.check([key]) else ""
 

@@ -60,6 +60,7 @@ from funcrec.mesh._shard_map import shard as shard
 from funcrec.mesh._shard_map import shard_map as shard_map
 from funcrec.mesh._shard_map import unshard as unshard
 from funcrec.mesh._spec import P as P
+from funcrec.mesh.processes._alike import default_store as default_store
 from funcrec.mesh.processes._alike import digest as digest
 from funcrec.mesh.processes._alike import form_text as form_text
 from funcrec.mesh.processes._alike import others_changed as others_changed

@@ -80,7 +80,7 @@ def are_emulated(names: Sequence[str]) -> bool:
     return all(axes[a].group is None for a in names)
 
 
-def bound_axis(call: str, name: str) -> Axis:
+def bound_axis(call: str, name: AxisName) -> Axis:
     """Return the bound axis with this name."""
     axes = bound.get()
     if not isinstance(name, str):

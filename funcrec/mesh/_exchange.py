@@ -16,7 +16,7 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-from funcrec.core import in_parts, is_by_tree, one_level_below, tree_flatten, tree_unflatten
+from funcrec.core import in_parts, is_by_tree, one_level_below, sure, tree_flatten, tree_unflatten
 from funcrec.mesh._axes import Axis
 from funcrec.mesh._by_tree import tree_sum
 from funcrec.mesh._paper import backend_of
@@ -93,13 +93,13 @@ def _start_swap(x: Tensor, call: Call) -> Tensor:
     return _c10d.all_to_all_single(x, ones, ones, call.group)
 
 
-def _is_gloo(group: str) -> bool:
+def _is_gloo(group: str | None) -> bool:
     """Return whether the group runs on gloo.
 
     On gloo a swap sends as many bytes as other collectives in half the time. A gather copies twice the values that it
     receives, and a scatter of sums is a whole all-reduce.
     """
-    return backend_of(group) == "gloo"
+    return backend_of(sure(group)) == "gloo"
 
 
 def _start_gather(x: Tensor, call: Call) -> Tensor:
@@ -145,8 +145,9 @@ def _start_permute(x: Tensor, call: Call) -> Tensor:
     received = [int((r, call.index) in call.pairs) for r in range(call.size)]
     blocks = [x if n else None for n in sent]
     if not any(received):
-        blocks[call.index] = torch.zeros_like(x)
-        sent[call.index] = received[call.index] = 1
+        own = sure(call.index)
+        blocks[own] = torch.zeros_like(x)
+        sent[own] = received[own] = 1
     going = [b for b in blocks if b is not None]
     return _c10d.all_to_all_single(torch.stack(going) if going else x[None][:0], received, sent, call.group)
 

@@ -18,12 +18,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import set_debug_level
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import DebugLevel, PrefixStore, get_debug_level, get_node_local_rank
+from torch.distributed.rendezvous import rendezvous
 
-from funcrec.core import Count, Positive, Problem, check, fail, typed
+from funcrec.core import Count, Positive, Problem, check, fail, sure, typed
 from funcrec.kernels import library
 from funcrec.mesh._axes import Axis
-from funcrec.mesh._paper import PaperRanks
+from funcrec.mesh._paper import PaperRanks, real_group
 
 TIMEOUT_S = 300.0
 LET_GO_S = 0.25
@@ -108,10 +111,10 @@ class Mesh:
         wait = timedelta(seconds=timeout_s)
         if debug:
             check(call, debug_problems())
-            dist.set_debug_level(dist.DebugLevel.DETAIL)
+            set_debug_level(DebugLevel.DETAIL)
         if not dist.is_initialized():
             if kind == "cuda":
-                torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+                torch.cuda.set_device(get_node_local_rank(fallback_rank=0))
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=wait, **fresh_store())
         if dist.get_world_size() != math.prod(axes.values()):
             check(call, size_problems(axes, dist.get_world_size()))
@@ -159,7 +162,7 @@ class Mesh:
         check("funcrec.Mesh", paper_problems(self.device_mesh))
         out = []
         for name in names:
-            index, group = self.coordinates[name], self.device_mesh.get_group(name)
+            index, group = self.coordinates[name], sure(self.device_mesh).get_group(name)
             marker = torch.ops.funcrec_mesh.coordinate(torch.arange(self.shape[name], device=device), index)
             out.append(Axis(name, self.shape[name], marker, group.group_name, index))
         return out
@@ -173,7 +176,7 @@ class Mesh:
 
     def __repr__(self) -> str:
         text = ", ".join(f"{name}={n}" for name, n in self.axes)
-        if self.is_emulated:
+        if self.device_mesh is None:
             return f"Mesh.emulated({text})"
         return f"Mesh.distributed({text}) at rank {self.device_mesh.get_rank()} of {self.size}"
 
@@ -202,8 +205,8 @@ def fresh_store() -> dict:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts == "0":
         return {}
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    return {"store": dist.PrefixStore(f"restart {restarts}", store), "rank": rank, "world_size": world_size}
+    store, rank, world_size = next(rendezvous("env://"))
+    return {"store": PrefixStore(f"restart {restarts}", store), "rank": rank, "world_size": world_size}
 
 
 def _grid(kind: str, axes: dict[str, int], wait: timedelta) -> DeviceMesh:
@@ -212,9 +215,9 @@ def _grid(kind: str, axes: dict[str, int], wait: timedelta) -> DeviceMesh:
     A group has threads that poll, and it lives as long as the ranks. Every rank makes the same meshes in the same
     order, so all ranks find, or make, the same groups.
     """
-    known, sizes = GROUPS.setdefault(dist.group.WORLD, {}), tuple(axes.values())
+    known, sizes = GROUPS.setdefault(sure(dist.group.WORLD), {}), tuple(axes.values())
     try:
-        groups = [dist.distributed_c10d._resolve_process_group(name) for name in known[kind, sizes, wait]]
+        groups = [real_group(name) for name in known[kind, sizes, wait]]
     except (KeyError, RuntimeError, ValueError):  # the groups are not made yet, or were destroyed
         made = init_device_mesh(kind, sizes, mesh_dim_names=tuple(axes))
         known[kind, sizes, wait] = [made.get_group(name).group_name for name in axes]
@@ -258,7 +261,7 @@ def size_problems(axes: dict[str, int], num_ranks: int) -> Iterator[Problem]:
 
 def debug_problems() -> Iterator[Problem]:
     """Report `debug` after the first group is made. Torch reads the level of debugging when it makes that group."""
-    if dist.is_initialized() and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+    if dist.is_initialized() and get_debug_level() != DebugLevel.DETAIL:
         hint = "make the mesh first, or TORCH_DISTRIBUTED_DEBUG=DETAIL"
         yield Problem("`debug` is set too late.", "a process group made without it", "no group yet", hint, RuntimeError)
 

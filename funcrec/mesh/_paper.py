@@ -8,10 +8,10 @@ Its groups have names and sizes, and no process. All functions that ask for the 
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 
 from funcrec.mesh._axes import coordinates
 
@@ -74,7 +74,12 @@ def on_paper(axes: Mapping[str, int], rank: int, backend: Backend) -> Iterator[P
 def group_of(name: str) -> Any:
     """Return the group with this name: a process group, or one on paper."""
     found = groups.get().get(name)
-    return _resolve_process_group(name) if found is None else found
+    return real_group(name) if found is None else found
+
+
+def real_group(name: str | None) -> dist.ProcessGroup:
+    """Return the process group with this name."""
+    return _resolve_process_group(cast(Any, name))
 
 
 def backend_of(name: str) -> str:

@@ -21,6 +21,7 @@ from funcrec.core import (
     fail,
     level_of,
     own_errors,
+    sure,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -144,7 +145,7 @@ def reported_to_ranks(mesh: Mesh | None, args: Any, names: Sequence[str] = (), i
         if where is None or where.is_emulated or not (is_alike if staged.get() else all(map(is_readable, tensors))):
             raise
         with contextlib.suppress(RuntimeError):  # the other ranks have failed too, in another place
-            device = torch.device(where.device_mesh.device_type)
+            device = torch.device(sure(where.device_mesh).device_type)
             with bind(where.bound_axes(names or where.axis_names, device)):
                 report_failure(error, names or where.axis_names)
         raise
@@ -280,7 +281,9 @@ def _check_alike(call: str, parts: Sequence[Part], names: Sequence[str], alike: 
     if all(is_readable(x) for p in parts for x in _tensors(p)):
         raise_for(call, apart_over_ranks(told, names))
     elif staged.get() and alike:
-        agree_on_program(f"funcrec.jit({staged.get()})", [t for t in told if t.form], bound_axis(call, names[0]).group)
+        agree_on_program(
+            f"funcrec.jit({staged.get()})", [t for t in told if t.form], sure(bound_axis(call, names[0]).group)
+        )
 
 
 def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs) -> Iterator[Problem]:

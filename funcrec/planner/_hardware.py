@@ -26,6 +26,7 @@ from funcrec.sharding import Plan
 
 GB = 10**9
 CUDA_LAUNCH_S = 10e-6
+Known = Literal["h100", "h200", "a100", "cpu"]
 
 
 @plain_numbers
@@ -78,7 +79,7 @@ class Hardware:
 
     @staticmethod
     @typed
-    def named(name: Literal["h100", "h200", "a100", "cpu"]) -> "Hardware":
+    def named(name: Known) -> "Hardware":
         """Return a known kind of hardware. "cpu" is one core with its share of a server.
 
         Example:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from funcrec.core import Problem, check, fail
+from funcrec.core import Problem, check, fail, sure
 from funcrec.planner._hardware import Hardware
 from funcrec.sharding import Plan
 
@@ -66,7 +66,7 @@ def learnt(
 
 def _parts(plan: Plan) -> tuple[float, float]:
     """Return (lookup and update, exchange) of a plan's slowest ranks, in seconds."""
-    most = lambda name: max(getattr(r, name) for r in plan.report.ranks)
+    most = lambda name: max(getattr(r, name) for r in sure(plan.report).ranks)
     return most("lookup_s") + most("update_s"), most("exchange_s")
 
 

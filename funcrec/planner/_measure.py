@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from funcrec.core import sure
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.mesh import Mesh, Ranks, say
 from funcrec.optim import rowwise_adagrad
@@ -24,7 +25,7 @@ ROWS, DIM, IDS, BAGS, EXCHANGED, TURNS = 1 << 18, 64, 1 << 16, 1 << 13, 8 << 20,
 
 def measured(mesh: Mesh) -> dict:
     """Return {field of `Hardware`: its value} for all fields except `name`."""
-    device = torch.device("cpu" if mesh.is_emulated else mesh.device_mesh.device_type)
+    device = torch.device("cpu" if mesh.device_mesh is None else mesh.device_mesh.device_type)
     latency, per_byte = (0.0, memory_s_per_byte(device)) if mesh.size == 1 or mesh.is_emulated else link(mesh, device)
     found = [memory_s_per_byte(device), per_byte, latency, launch_s(device)]
     if not mesh.is_emulated and mesh.size > 1:
@@ -96,7 +97,7 @@ def link(mesh: Mesh, device: torch.device) -> tuple[float, float]:
     def exchange_s(size: int) -> float:
         if n == 1:
             return least_s(lambda: torch.zeros(size, device=device).clone(), device)
-        group, sent = mesh.device_mesh.get_group(axis), torch.zeros(size, device=device)
+        group, sent = sure(mesh.device_mesh).get_group(axis), torch.zeros(size, device=device)
         got = torch.empty_like(sent)
         return least_s(lambda: dist.all_to_all_single(got, sent, group=group), device)
 

@@ -259,6 +259,6 @@ def _choice(x: np.ndarray, own: dict) -> Choice:
     option = max(own, key=lambda o: x[own[o][0]])
     places: dict[int, int] = {}
     for numbers, xs in own[option][1]:
-        each = [p for p, v in xs.items() for _ in range(round(x[v]))]
+        each = [p for p, v in xs.items() for _ in range(round(float(x[v])))]
         places |= dict(zip(numbers, each, strict=True))
     return Choice(option, tuple(places[s] for s in sorted(places)))

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import combinations
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from funcrec.mesh import Codec, coordinates, rank_at
 from funcrec.planner import _costs as costs
@@ -24,7 +24,8 @@ from funcrec.planner._packing import Cap, Item, Option, Packing
 from funcrec.sharding import OF_TWO_AXES, Placement
 from funcrec.tables import TableConfig
 
-Loads = dict[Hashable, float]
+Resource = str | tuple[Any, ...]
+Loads = dict[Resource, float]
 # LOOKUP, UPDATE: a rank's own seconds. EXCHANGE, LAUNCH: seconds of all ranks. BYTES, DISK: bytes of every rank.
 LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES, DISK = "lookup", "update", "exchange", "launch", "bytes", "disk"
 VOCABULARIES = "the vocabularies"  # the name of an item after those of the tables
@@ -308,7 +309,7 @@ def packing_of(
     beside: the ways of one more item after the tables, the vocabularies.
     """
     merged = {name: _merged([own[t.name] for t in tables]) for name, tables in groups.items()}
-    keys = {k: i for i, k in enumerate((LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES, DISK))}
+    keys: dict[Resource, int] = {k: i for i, k in enumerate((LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES, DISK))}
     for way in (w for found in (*merged.values(), beside) for w in found):
         for loads in (*way.shards, way.base):
             for k in loads:
@@ -326,7 +327,7 @@ def packing_of(
     return Packing(items, ground.num_ranks, weights, tuple(caps), once, ground.slowness, (keys[LOOKUP], keys[UPDATE]))
 
 
-def _price(key: Hashable, some: Mapping[tuple, TableConfig], ground: Ground) -> tuple[float, float]:
+def _price(key: Resource, some: Mapping[tuple, TableConfig], ground: Ground) -> tuple[float, float]:
     """Return (seconds, bytes) of a unit of a resource. some: {(width, dtype, label): a table in such banks}."""
     if isinstance(key, str):
         return (0.0, 1.0) if key == BYTES else (0.0, 0.0) if key == DISK else (1.0, 0.0)

@@ -11,8 +11,8 @@ Shapes: K resources, N ranks, S shards of an option, P places.
 """
 
 import copy
-from collections.abc import Hashable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Option(NamedTuple):
     base: f[K], the loads that the option adds on every rank, wherever the shards lie.
     """
 
-    label: Hashable
+    label: tuple[Any, ...]
     shards: tuple[tuple[float, ...], ...]
     places: tuple[tuple[int, ...], ...]
     how: Literal["any", "apart", "fixed"] = "any"
@@ -135,7 +135,7 @@ class Loads:
         self.options = [[arrays_of(o, size, packing.num_ranks, own) for o in item.options] for item in packing.items]
         self.load = np.zeros((size, packing.num_ranks))
         self.most = np.zeros(size)
-        self.choices: list[Choice | None] = [None] * len(packing.items)
+        self.choices: list[Any] = [None] * len(packing.items)
         self.scale = 1.0  # the size of an objective, so that a broken cap outweighs it
 
     def cost(self, most: np.ndarray) -> np.ndarray:

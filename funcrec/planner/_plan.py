@@ -5,11 +5,11 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from funcrec.core import Count, NotNegative, Share, check, typed
+from funcrec.core import Count, NotNegative, Share, check, sure, typed
 from funcrec.mesh import AxisName, Codec, Mesh
 from funcrec.optim import RowOptimizer
 from funcrec.planner import _costs as costs
@@ -23,7 +23,7 @@ from funcrec.planner._checks import (
     together_problems,
 )
 from funcrec.planner._constraints import TableConstraint, constraint_of, given_problems
-from funcrec.planner._hardware import Hardware
+from funcrec.planner._hardware import Hardware, Known
 from funcrec.planner._options import Ground, Way, packing_of, placement_of
 from funcrec.planner._packing import Packing
 from funcrec.planner._rated import given_plan_problems, rated
@@ -46,7 +46,7 @@ def plan(
     mesh: Mesh | Mapping[str, Count],
     *,
     batch_size: Count,
-    hardware: Hardware | Literal["h100", "h200", "a100", "cpu"] | Sequence[Hardware] = "h100",
+    hardware: Hardware | Known | Sequence[Hardware] = "h100",
     constraints: Mapping[str, TableConstraint | Mapping[str, Any]] | None = None,
     optimizer: RowOptimizer | None = None,
     exact: bool = False,
@@ -146,7 +146,7 @@ def plan(
         made = _made(groups, packing, solved, sizes)
     else:
         own = uses, allowed, found, groups, beside, ground, limit, effort
-        found, beside, packing, solved = rated(placements, tables, *own)
+        found, beside, packing, solved = rated(sure(placements), tables, *own)
         made = dict(given.placements)
     following = {t.name for t in tables if told[t.name].vocabulary is not None}
     return report_of(
@@ -178,14 +178,14 @@ def _made(
 ) -> dict[str, Placement]:
     """Return the placements of the search's choices."""
     out = {}
-    for own, item, choice in zip(groups.values(), packing.items, solved.choices, strict=False):
+    for own, item, choice in zip(groups.values(), packing.items, sure(solved.choices), strict=False):
         made = placement_of(item.options[choice.option].label, choice.places, sizes)
         out |= {t.name: made for t in own}
     return out
 
 
 def _hardware_of(
-    hardware: Hardware | str | Sequence[Hardware], mesh: Mapping[str, int], replicas: tuple[str, ...]
+    hardware: Hardware | Known | Sequence[Hardware], mesh: Mapping[str, int], replicas: tuple[str, ...]
 ) -> tuple[Hardware, tuple[float, ...]]:
     """Return (the hardware of all ranks, the slowness of each rank)."""
     if isinstance(hardware, str):

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from funcrec.core import Problem, fail
+from funcrec.core import Problem, fail, sure
 from funcrec.mesh import Mesh
 from funcrec.optim import RowOptimizer
 from funcrec.planner._cached import all_ways
@@ -76,8 +76,8 @@ def rate(packing: Packing, keys: Mapping[str, set[tuple]], names: Mapping[str, S
 
     names: {item: its tables}. Raise NoPlanError if the given choices do not fit.
     """
-    own = lambda item: keys.get(item.name)
-    numbers = [[i for i, o in enumerate(t.options) if own(t) is None or o.label in own(t)] for t in packing.items]
+    fits = lambda item, label: item.name not in keys or label in keys[item.name]
+    numbers = [[i for i, o in enumerate(t.options) if fits(t, o.label)] for t in packing.items]
     narrow = packing._replace(
         items=tuple(t._replace(options=tuple(t.options[i] for i in n)) for t, n in zip(packing.items, numbers))
     )
@@ -94,7 +94,7 @@ def _fail_short(narrow: Packing, names: Mapping[str, Sequence[str]]) -> NoReturn
         leanest = solve(narrow._replace(weights=cap.factors, caps=()))
         if leanest.objective > cap.limit:
             break
-    loads = loads_of(narrow._replace(caps=()), leanest.choices)
+    loads = loads_of(narrow._replace(caps=()), sure(leanest.choices))
     what = f"the placements do not fit {'into memory' if cap.name == 'memory' else 'on the disk'}."
     got = f"{size_text(leanest.objective)} on every rank, because its banks are as large as on the fullest rank. "
     need = f"at most {size_text(cap.limit)} on a rank: {size_text(leanest.objective - cap.limit)} less"

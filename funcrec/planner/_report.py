@@ -8,6 +8,7 @@ from math import prod
 
 import numpy as np
 
+from funcrec.core import sure
 from funcrec.mesh import Mesh
 from funcrec.planner._cached import ROW_BYTES, part_of
 from funcrec.planner._costs import Use, activation_bytes
@@ -37,18 +38,19 @@ def report_of(
     following: Set[str] = frozenset(),
 ) -> Plan:
     """Return the plan with its report. beside: the ways of the vocabularies. following: the tables that follow one."""
-    loads = loads_of(packing, solved.choices)
+    choices = sure(solved.choices)
+    loads = loads_of(packing, choices)
     loads.scale = max(solved.objective, 1e-300)
     sizes = dict(ground.sizes)
     chosen = {
         t.name: packing.items[i].options[c.option].label
-        for (i, c), own in zip(enumerate(solved.choices), groups.values())
+        for (i, c), own in zip(enumerate(choices), groups.values())
         for t in own
     }
     parts = {t.name: part_of(t, chosen[t.name][4]) for t in tables}
     memory, num_banks = rank_bytes(placements, list(parts.values()), uses, ground)
     memory += sum(ROW_BYTES * parts[t.name].num_embeddings for t in tables if chosen[t.name][4] < 1)
-    kept = beside[solved.choices[-1].option] if beside else None
+    kept = beside[choices[-1].option] if beside else None
     memory += kept.base[BYTES] if kept else 0.0
     launches = ground.hardware.launch_s * num_banks  # a bank has one launch for its lookup and its update together
     exchange = float(loads.most @ loads.weights) - loads.most[0] - loads.most[1] - launches

@@ -4,6 +4,7 @@ the least memory = min over plans of Σ_k factors_k · M_k; no plan needs less t
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from funcrec.core import fail
 from funcrec.planner._constraints import TableConstraint
@@ -30,8 +31,8 @@ def fail_short(
     limit: int,
     share: float,
     beside: Sequence[Way] = (),
-) -> None:
-    """Raise the error of `plan` if no plan fits."""
+) -> NoReturn:
+    """Raise the error of `plan`: no plan fits."""
     for name, item in zip(groups, packing.items, strict=False):
         if not item.options:
             _fail_no_option(call, [t.name for t in groups[name]], found, told)

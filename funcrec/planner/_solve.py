@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from funcrec.core import sure
 from funcrec.planner._milp import place, relax
 from funcrec.planner._packing import Choice, Loads, Packing, loads_of, totals, without_dominated
 
@@ -59,14 +60,15 @@ def _search(packing: Packing, effort: int) -> Solution:
         loads = improve(longest_first(packing, options), rounds=4 * effort)
         if best is None or (not _keeps(loads), loads.value) < (not _keeps(best), best.value):
             best = loads
+    best = sure(best)
     bound, done, is_small = relaxed.bound, False, num_choices(packing) <= WHOLE * effort
-    is_open = lambda: not _keeps(best) or best.value > bound * (1 + TIE)
-    if is_small and is_open():
+    is_open = lambda best: not _keeps(best) or best.value > bound * (1 + TIE)
+    if is_small and is_open(best):
         best, bound, done = whole(packing, best, bound, 200 * effort)
         if not done:  # the program of all items ends sooner with a better incumbent
             best = neighbourhoods(packing, best, bound, rounds=10 * effort)
             best, bound, done = whole(packing, best, bound, 1000 * effort)
-    if not done and is_open():
+    if not done and is_open(best):
         best = neighbourhoods(packing, best, bound, rounds=40 * effort)
     if not _keeps(best):
         return Solution(None, np.inf, bound, best.excess)
@@ -218,7 +220,7 @@ def whole(packing: Packing, best: Loads, bound: float, nodes: int) -> tuple[Load
     empty, is_kept = Loads(packing), _keeps(best)
     ceiling = best.value if is_kept else sum(max((s @ empty.weights) for s in own) for own in totals(packing))
     ceiling += 0.0 if is_kept else sum(empty.weights[list(packing.once)])
-    got = place(packing, empty, range(len(packing.items)), ceiling, nodes)
+    got = place(packing, empty, range(len(packing.items)), float(ceiling), nodes)
     if got.is_infeasible:
         return best, best.value if is_kept else np.inf, True
     if got.choices is not None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from funcrec.core import Problem
 from funcrec.planner._constraints import TableConstraint
-from funcrec.planner._options import BYTES, EXCHANGE, LOOKUP, Ground, Way, latency_s, peer_s_per_byte
+from funcrec.planner._options import BYTES, EXCHANGE, LOOKUP, Ground, Loads, Way, latency_s, peer_s_per_byte
 from funcrec.tables import FeatureConfig, TableConfig
 
 BUCKET = 128  # rows
@@ -60,7 +60,7 @@ def vocabulary_ways(vocabularies: Sequence[Followed], ground: Ground, may_cut: b
     room = n * ids * ID_BYTES if several else 0.0  # ids from all ranks, or blocks for all of them
 
     def way(key: str, over: tuple[str, ...], messages: int, admitted: float, exchanges: int, k: int) -> Way:
-        base = {
+        base: Loads = {
             LOOKUP: admitted * admit_s,
             EXCHANGE: messages * sent + exchanges * latency,
             BYTES: sum(part(v, k) for v in vocabularies) + messages * room,

@@ -8,7 +8,7 @@ The tests need hypothesis; the decorator needs it only when they run.
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ from funcrec.testing._trees import assert_trees_close, garbage_padding, zero_pad
 CALL = "funcrec.testing.law"
 MARK = "funcrec_law"
 TRIES = 400  # draws among which an example for the transforms is sought
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Law(NamedTuple):
@@ -46,7 +48,7 @@ def law(
     may_raise: Sequence[str] = (),
     rtol: NotNegative = 1e-6,
     atol: NotNegative = 1e-6,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[F], F]:
     """Return a decorator of a function f, which pytest then collects as a test for each law and each transform.
 
     The tests are `f[value]` (f equals the reference on drawn arguments), `f[padding]` (it reads no padding),
@@ -79,20 +81,20 @@ def law(
     """
     check(CALL, draw_problems(draws), mode_problems(modes), mode_problems(may_raise, "may_raise"))
 
-    def decorate(f: Callable) -> Callable:
+    def decorate(f: F) -> F:
         @functools.wraps(f)
         def same(*args: Any, **kwargs: Any) -> Any:
             return f(*args, **kwargs)
 
         own = None if example is None else tuple(example)
         setattr(same, MARK, Law(f, draws, reference, own, tuple(modes), tuple(may_raise), rtol, atol))
-        return same
+        return cast(F, same)
 
     return decorate
 
 
 @typed
-def law_tests(f: Callable) -> dict[str, Callable[[], None]]:
+def law_tests(f: Callable[..., Any]) -> dict[str, Callable[[], None]]:
     """Return the tests of a function that `law` decorates, {name: test}; a test takes nothing, and raises if it fails.
 
     Raises:

@@ -19,7 +19,7 @@ from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linear
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcrec.compile import jit
-from funcrec.core import outside_transforms, tree_leaves
+from funcrec.core import outside_transforms, sure, tree_leaves
 from funcrec.tables import name_number
 
 H, H2 = 1e-5, 3e-4  # step sizes of first and second differences
@@ -83,7 +83,7 @@ def autograd(s: Callable) -> Tensor:
 
 def dual(s: Callable) -> Tensor:
     with forward_ad.dual_level():
-        return forward_ad.unpack_dual(s(forward_ad.make_dual(ZERO.clone(), ONE))).tangent.clone()
+        return sure(forward_ad.unpack_dual(s(forward_ad.make_dual(ZERO.clone(), ONE))).tangent).clone()
 
 
 def pushed(s: Callable) -> Callable:

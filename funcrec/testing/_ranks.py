@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, set_debug_level
 
 START_S = 120.0
 GRACE_S = 2.0  # the time for other ranks once a rank has failed: they may wait for that rank in a collective
@@ -93,9 +94,10 @@ class RankPool:
     def _collect(self, end: float) -> tuple[list, dict[int, str]]:
         """Return (results, {rank: error}), from one answer of each rank."""
         waiting = {c: rank for rank, c in enumerate(self.connections)}
-        results, errors = [None] * self.world, {}
+        results: list[Any] = [None] * self.world
+        errors: dict[int, str] = {}
         while waiting:
-            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            ready: list[Any] = wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
                 errors |= dict.fromkeys(waiting.values(), "no answer")
                 break
@@ -133,7 +135,7 @@ def _serve(rank: int, world: int, store: Path, connection: Any, timeout_s: float
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     if debug:
-        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        set_debug_level(DebugLevel.DETAIL)
     wait_s = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=wait_s)
     connection.send((True, None))

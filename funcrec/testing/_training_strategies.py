@@ -56,7 +56,8 @@ def batches(
     width = draw(st.integers(0, max_dense))
     has_weights = draw(st.booleans()) if weighted is None else weighted
     weight = torch.tensor(draw(lists_of(st.integers(0, 16), n)), dtype=torch.float32) / 4 if has_weights else None
-    return Batch(own, label, draw(tensors((n, width))) if width else None, weight)
+    dense = {"dense": draw(tensors((n, width)))} if width else {}
+    return Batch(own, label, weight=weight, **dense)
 
 
 @st.composite

@@ -3,7 +3,7 @@
 row: a function, and example arguments whose floats are its inputs
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     smooth: Callable[..., Any] | None = None
     rtol: float = 0.0
 
-    def cells(self, modes: tuple[str, ...], together: tuple[str, ...] = COMPILED) -> dict[tuple[str, str], str]:
+    def cells(self, modes: tuple[str, ...], together: Collection[str] = COMPILED) -> dict[tuple[str, str], str]:
         """Return {(path of an input, mode): outcome}. In the modes `together`, one input moves all floats at once."""
         case = case_of(self.f, *self.args)
         smooth = None if self.smooth is None else case_of(self.smooth, *self.args).f

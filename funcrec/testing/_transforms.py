@@ -18,7 +18,9 @@ CHECKED = tuple(m for m in UNCOMPILED if m != "functionalize")  # torch has none
 
 
 @typed
-def check_transforms(f: Callable, *args: Any, modes: Sequence[str] = CHECKED, may_raise: Sequence[str] = ()) -> None:
+def check_transforms(
+    f: Callable[..., Any], *args: Any, modes: Sequence[str] = CHECKED, may_raise: Sequence[str] = ()
+) -> None:
     """Assert that a function has the right derivative in every mode, by each of its float inputs.
 
     A function that drops a gradient in some mode (a kernel without a rule, a `detach`, a value that is read) has a zero
@@ -57,7 +59,7 @@ def check_transforms(f: Callable, *args: Any, modes: Sequence[str] = CHECKED, ma
 
 
 @typed
-def transform_cells(f: Callable, *args: Any, modes: Sequence[str] = CHECKED) -> dict[tuple[str, str], str]:
+def transform_cells(f: Callable[..., Any], *args: Any, modes: Sequence[str] = CHECKED) -> dict[tuple[str, str], str]:
     """Return {(path of a float input, mode): outcome}: "right", "raised: ..." or the two numbers that differ.
 
     The arguments are those of `check_transforms`. `python -m funcrec.testing.transforms` prints such cells.

@@ -124,7 +124,7 @@ def _map_padding(fill: Callable[[Tensor], Tensor], tree: T) -> T:
     def one(x: Any) -> Any:
         if isinstance(x, RowGrads):
             return replace(x, terms=tuple(_fill_term(fill, t, x.num_embeddings) for t in x.terms))
-        if isinstance(x, JAGGED):
+        if isinstance(x, JaggedTensor | KeyedJaggedTensor):
             check("funcrec.testing", PARTS[type(x)](x, "tree"))
             used = torch.arange(x.capacity, device=x.values.device) < x.offsets[-1]
             read = used & ~unweighted_places(x) if getattr(x, "unweighted", ()) else used

@@ -17,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from funcrec.core import replace
+from funcrec.core import replace, sure
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from funcrec.kinds import Vocabulary, vocabulary
 from funcrec.tables import FeatureConfig, TableConfig, lookup, modulo, multiply_shift
@@ -35,6 +35,7 @@ from funcrec.testing._training_strategies import plans as plans
 from funcrec.testing._training_strategies import row_grads as row_grads
 from funcrec.testing._training_strategies import train_states as train_states
 
+KEYS = st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=3, unique=True)
 HASHES = (None, modulo(), multiply_shift(0), multiply_shift(7))
 
 
@@ -102,8 +103,7 @@ def keyed_jagged_tensors(
       same_bags: whether all keys have one number of bags; if not, every key has its own (strides).
       All other arguments are as in `jagged_tensors`.
     """
-    if keys is None:
-        keys = draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=3, unique=True))
+    keys = sure(draw(KEYS) if keys is None else keys)
     dtype, offset_dtype = draw(st.sampled_from(dtypes)), draw(st.sampled_from(offset_dtypes))
     counts = st.integers(min_bags, max_bags)
     strides = tuple(draw(counts) for _ in keys) if not same_bags else (draw(counts),) * len(keys)
@@ -131,8 +131,7 @@ def keyed_tensors(
 
     B is `num_rows`, or drawn from 0 to 4. It shrinks to one key of width 1, no rows, f32, zeros.
     """
-    if keys is None:
-        keys = draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=3, unique=True))
+    keys = sure(draw(KEYS) if keys is None else keys)
     dims = tuple(draw(st.integers(1, max_dim)) for _ in keys)
     num_rows = draw(st.integers(0, 4)) if num_rows is None else num_rows
     values = draw(tensors((num_rows, sum(dims)), dtype=draw(st.sampled_from(dtypes))))

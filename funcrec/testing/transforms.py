@@ -50,7 +50,7 @@ SGD = dense(torch.optim.SGD, lr=0.1)
 PLACES = {"table_wise": table_wise("model", rank=1), "row_wise": row_wise("model"), "column_wise": column_wise("model")}
 
 
-def read(pooling: str, ids: Any = IDS, **how: Any) -> Callable[..., Any]:
+def read(pooling: Any, ids: Any = IDS, **how: Any) -> Callable[..., Any]:
     feature = [FeatureConfig("a", table="t", pooling=pooling, **how)]
     if pooling == "none":
         return lambda table: lookup_sequence({"t": table}, ids, feature)["a"].values
@@ -66,7 +66,11 @@ def weighted_of(tables: Any) -> Callable[..., Any]:
     return lambda weights: lookup(tables, with_weights(weights), [FeatureConfig("a", table="t", weighted=True)]).values
 
 
-def as_if(dtype: str) -> Callable[..., Any]:
+def reduced(reduce: Any) -> Callable[..., Any]:
+    return lambda x: bag_reduce(x, reduce)[[0, 2, 3]]
+
+
+def as_if(dtype: Any) -> Callable[..., Any]:
     return lambda t: lookup(fake_quantize({"t": t}, dtype), IDS, [FeatureConfig("a", table="t")]).values
 
 
@@ -174,7 +178,7 @@ def rows() -> dict[str, Row]:
             weighted_of(CODES), (WEIGHTS,), weighted_of({"t": dequantize(CODES)["t"].double()}), 1e-5),
         "lookup of growing tables": Row(of_vocabulary, (TABLE,)),
         **{f"lookup, {n}": sharded(place) for n, place in PLACES.items()},
-        **{f"bag_reduce, {r}": Row(lambda x, r=r: bag_reduce(x, r)[[0, 2, 3]], (BAGS,))
+        **{f"bag_reduce, {r}": Row(reduced(r), (BAGS,))
            for r in ("sum", "mean", "max", "min", "prod", "logsumexp")},
         "bag_softmax": Row(lambda x: bag_softmax(x).values, (BAGS,)),
         "bag_filter": Row(lambda x: bag_reduce(bag_filter(x, KEPT), "sum"), (BAGS,)),
@@ -217,7 +221,9 @@ def lines(named: Mapping[str, Row], modes: tuple[str, ...]) -> Iterator[str]:
 
 
 def main(args: list[str] | None = None) -> Any:
-    parser = argparse.ArgumentParser(prog="python -m funcrec.testing.transforms", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m funcrec.testing.transforms", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("rows", nargs="*", help="names of rows; all by default")
     parser.add_argument("--jit", action="store_true", help=f"the columns that compile, too: {', '.join(COMPILED)}")
     options, found = parser.parse_args(args), rows()

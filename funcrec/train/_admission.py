@@ -23,7 +23,7 @@ def admitted(sparse: RowOptimizer, state: TrainState, batch: Any) -> tuple[Train
     dynamic, new, numbers = admit_batch(state.tables, batch)
     tables, slots = dynamic.tables, state.slots
     if new is not None:
-        forms = {n: (tuple(t.shape), t.dtype) for n, t in tables.items()}
+        forms = {n: ((t.shape[0], t.shape[1]), t.dtype) for n, t in tables.items()}
         configs = [(i, c) for i, n in enumerate(dynamic.vocabularies) for c in configs_of(dynamic, n, forms)]
         tables, slots = with_new_rows(tables, slots, new, configs, sparse, dynamic.first_key)
     return replace(state, tables=replace(dynamic, tables=tables), slots=slots), counts_of(dynamic, numbers), new

@@ -17,8 +17,7 @@ from funcrec.train._recipe import Recipe, with_key
 from funcrec.train._state import TrainState
 from funcrec.train._step import state_problems, update_of
 
-ABOUT = (torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.ndim.__get__,
-         torch.Tensor.requires_grad.__get__)  # fmt: skip
+ABOUT = tuple(getattr(torch.Tensor, n).__get__ for n in ("shape", "dtype", "device", "ndim", "requires_grad"))
 
 
 class Readers(TorchFunctionMode):
@@ -44,8 +43,9 @@ def trial_of(step: Any) -> Callable[..., None] | None:
     Return None unless `step` is a `train_step` in one process, or `jit` of such a step.
     """
     update = update_of(step)
-    alone = update is not None and update.where.mesh is None
-    return functools.partial(try_first_batch, update.recipe) if alone else None
+    if update is None or update.where.mesh is not None:
+        return None
+    return functools.partial(try_first_batch, update.recipe)
 
 
 def error_of_loss(step: Any, state: TrainState, batch: Any) -> ValueError | None:

@@ -52,7 +52,7 @@ def retry_overflow(
     size, most, measured = capacity, 1, 0
 
     def present() -> Callable:
-        now = UNBOUNDED if size == "measure" else size
+        now = UNBOUNDED if isinstance(size, str) else size
         if now not in made:
             made[now] = make_step(now)
         return made[now]

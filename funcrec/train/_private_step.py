@@ -267,7 +267,7 @@ def tables_problems(tables: Any) -> Iterator[Problem]:
             yield Problem(f"table {name!r} is too coarse for noise that waits.", describe(t), "f32", hint, TypeError)
 
 
-def run_problems(run: object) -> Iterator[Problem]:
+def run_problems(run: Any) -> Iterator[Problem]:
     found = list(STATE.find("state", run))
     yield from found
     if found:

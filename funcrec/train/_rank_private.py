@@ -7,7 +7,7 @@ Shapes: M rows, w columns of a bank, D dim of a table.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels import ops
 from funcrec.mesh import Mesh, axis_index
 from funcrec.sharding import Layout, Plan, ShardedTables, table_rows
-from funcrec.tables import KINDS, FeatureConfig, Params, RowGrads, TableRef
+from funcrec.tables import KINDS, Entries, FeatureConfig, Params, RowGrads, TableRef
 from funcrec.train._recipe import Gathered, Recipe, Stages
 from funcrec.train._state import TrainState
 
@@ -155,7 +155,7 @@ def noisy_bank(
     noise = random.normal(keys[:, None], (len(own), grads.dim), start=begin.clamp(min=0), dtype=torch.float64)
     noise = torch.where(known[:, None], scale * noise, 0)
     if which == "touched":
-        term = grads.terms[0]
+        term = cast(Entries, grads.terms[0])
         return replace(grads, terms=(replace(term, grads=(term.grads + noise).to(term.grads.dtype)),))
     entries = RowGrads.from_entries(
         torch.where(known, own, -1), noise.to(grads.floats[0].dtype), num_embeddings=grads.num_embeddings

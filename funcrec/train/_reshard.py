@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, is_wrapped, tree_leaves, typed
+from funcrec.core import Problem, check, describe, is_wrapped, sure, tree_leaves, typed
 from funcrec.mesh import Codec, Mesh, Ranks, codec_problems, is_readable, together
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import (
@@ -169,7 +169,7 @@ def reshard(
     banks = blank_banks(layout, samples, mesh)
     old = {b: {"": t} | of_rows(state.slots[b]) for b, t in state.tables.items()} if is_far else {}
     if old and not any(is_wrapped(x) for own in old.values() for x in own.values()):
-        send_rows(old_layout, old, layout, banks, mesh)
+        send_rows(sure(old_layout), old, layout, banks, mesh)
     else:  # all rows are here, or come here; under vmap the rows of all members
         for name, own in reads.items():
             for k, read in own.items():

@@ -22,6 +22,7 @@ from funcrec.core import (
     own_errors,
     paths,
     plain_number,
+    sure,
     tree_leaves,
     typed,
 )
@@ -83,7 +84,7 @@ def scan(
     Source: jax.lax.scan, with the carry first.
     """
     check("funcrec.scan", batches_problems(batches, length))
-    k = next((x.shape[0] for x in tree_leaves(batches) if isinstance(x, Tensor)), length)
+    k = sure(next((x.shape[0] for x in tree_leaves(batches) if isinstance(x, Tensor)), length))
     order = range(k)[::-1] if reverse else range(k)
     one = functools.partial(stepped, step)
     tensors = [x for x in tree_leaves((state, batches)) if isinstance(x, Tensor)]

@@ -27,6 +27,7 @@ from funcrec.core import (
     remade,
     reported,
     shown,
+    sure,
     tree_leaves,
     typed,
     typed_fields,
@@ -204,14 +205,14 @@ def train_step(
     cutting = mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes))
     options = {"dense_axes": tuple(dense_axes), "exact": exact, "codec": codec, "dedup": dedup}
     where = OnMesh(mesh, cutting, Stages(), capacity, plan, options)
-    if mesh is not None:
+    if mesh is not None and plan is not None:
         copies = prod(mesh.shape[a] for a in plan.replicas)
-        place = rank_of(sparse, mesh, where.batch_axes, copies, capacity, codec, micro_batches)
+        place = rank_of(sparse, mesh, sure(where.batch_axes), copies, capacity, codec, micro_batches)
         if grad is not None:
             how = private_of(grad(loss_fn, has_aux=True) if has_aux else grad(loss_fn))
             others = {"capacity": capacity, "codec": codec, "dense_axes": dense_axes}
             check("funcrec.train_step", private_problems(how, mesh, plan, batch_axes, others))
-            recipe, place = private_on_ranks(how, recipe, place, mesh)
+            recipe, place = private_on_ranks(sure(how), recipe, place, mesh)
         where = where._replace(place=place)
 
     def init(params: Params, key: Tensor | None = None) -> TrainState:
@@ -221,7 +222,7 @@ def train_step(
         check("funcrec.train_step.init", rounded_problems(params.dense, mesh, micro_batches) if invariant else ())
         key = random.key(0) if key is None else key
         random.check_key("funcrec.train_step.init", key)
-        if mesh is not None:
+        if mesh is not None and plan is not None:
             return own_memory(shard_state(params, key, mesh, plan, sparse, dense, **options))
         device = next((t.device for t in params.tables.values()), key.device)
         step = torch.zeros((), dtype=torch.int64, device=device)
@@ -258,6 +259,7 @@ def admission(step: TrainStep[Any]) -> Callable[[TrainState, Any], tuple[TrainSt
     """
     own = update_of(step)
     check("funcrec.admission", step_problems(step, own))
+    own = sure(own)
 
     def admit(state: TrainState, batch: Any) -> tuple[TrainState, dict[Any, Any]]:
         own.check(state, batch)
@@ -336,7 +338,7 @@ def update_of(step: Any) -> Update | None:
     return found if isinstance(found, Update) else None
 
 
-def own_memory(state: TrainState) -> TrainState:
+def own_memory(state: S) -> S:
     """Return the state with memory for each member of a vmap in all leaves, so that a donated step can write.
 
     Without a vmap it returns the state itself.
@@ -352,7 +354,7 @@ def own_memory(state: TrainState) -> TrainState:
 STATE = kind_of(TrainState)
 
 
-def state_problems(state: object) -> Iterator[Problem]:
+def state_problems(state: Any) -> Iterator[Problem]:
     if not (yield from reported(STATE.find("state", state))):
         yield from member_problems(state.step, "state.step")
 

@@ -31,6 +31,7 @@ from funcrec.core import (
     paths,
     random,
     remade,
+    sure,
     typed,
 )
 from funcrec.grad import params_problems
@@ -110,7 +111,7 @@ def sweep(
     def init(params: Params | Sequence[Params], key: Tensor | None = None) -> TrainState:
         call = f"{CALL}.init"
         check(call, given_problems(params, key, count))
-        k = count or (len(params) if isinstance(params, list | tuple) else key.shape[0])
+        k = count or (len(params) if isinstance(params, list | tuple) else sure(key).shape[0])
         together = joined(params) if isinstance(params, list | tuple) else repeated(params, k)
         keys = (random.key(0) if key is None else key).expand(k)
         one = lambda hyper, params, key: made(make_step, hyper).init(params, key)
@@ -286,5 +287,5 @@ def stack_problems(what: str, states: Any, count: int | None, above: int = 0) ->
         need = f"[{count}, ...], one for each member" if count is not None else "stacks [K, ...] of one K"
         got, hint = "a tensor []" if size is None else f"[{size}, ...]", "the states that `init` of the sweep made"
         yield Problem(f"`{what}` is not a stack: `{path.lstrip('.')}`.", got, need, hint)
-    elif next(iter(found)) <= above:
+    elif sure(next(iter(found))) <= above:
         yield Problem("`index` is not a member.", f"{above}", f"0 <= index < {next(iter(found))}", kind=IndexError)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Problem, check, describe, fail, html_table, new_figure, paths, typed, typed_fields
+from funcrec.core import Form, Problem, check, describe, fail, html_table, new_figure, paths, sure, typed, typed_fields
 from funcrec.train._sweep import swept_of
 
 CALL = "funcrec.sweep_table"
@@ -121,7 +121,7 @@ class SweepTable(NamedTuple):
 
 
 @typed
-def sweep_table(step: Callable, metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> SweepTable:
+def sweep_table(step: Callable[..., Any], metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> SweepTable:
     """Return the hyper-parameters and metrics of a sweep's members.
 
     Args:
@@ -149,7 +149,7 @@ def sweep_table(step: Callable, metrics: Mapping[str, Any] | Sequence[Mapping[st
             if isinstance(x, Tensor) and x.dim() == dims and x.shape == one["loss"].shape:
                 curves.setdefault(plain_path(path), []).append(x.detach().cpu().reshape(-1, x.shape[-1]))
     table = SweepTable(
-        {n: x.detach().cpu() for n, x in own.hyper.items()}, {n: torch.cat(x) for n, x in curves.items()}
+        {n: x.detach().cpu() for n, x in sure(own).hyper.items()}, {n: torch.cat(x) for n, x in curves.items()}
     )
     check(CALL, table_problems(table))
     return table
@@ -162,7 +162,7 @@ def plain_path(path: str) -> str:
 
 def imported_optuna(call: str) -> Any:
     try:
-        import optuna
+        import optuna  # pyright: ignore[reportMissingImports] (tests run without it)
     except ImportError:
         what, need = "optuna is not installed.", "the package optuna"
         fail(call, what, got="no optuna", need=need, hint="pip install optuna", kind=ImportError)
@@ -184,7 +184,7 @@ def loss_problems(metrics: Any) -> Iterator[Problem]:
     for i, one in enumerate(each or [{}]):
         loss = one.get("loss") if isinstance(one, Mapping) else None
         is_float = isinstance(loss, Tensor) and loss.is_floating_point() and not loss.is_meta
-        if not is_float or not 1 <= loss.dim() <= most or 0 in loss.shape:
+        if loss is None or not is_float or not 1 <= loss.dim() <= most or 0 in loss.shape:
             got, need = describe(one if loss is None else loss), "f[K]" if most == 1 else "f[K], or f[T, K] from `scan`"
             where = "metrics" if isinstance(metrics, Mapping) else f"metrics[{i}]"
             yield Problem(

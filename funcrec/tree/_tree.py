@@ -26,7 +26,7 @@ from funcrec.core import to as moved
 
 
 @typed
-def map(fn: Callable, tree: Any, *rest: Any) -> Any:
+def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Return the tree of fn(leaf, *leaves in the same place of `rest`).
 
     Args:
@@ -50,7 +50,7 @@ def map(fn: Callable, tree: Any, *rest: Any) -> Any:
 
 
 @typed
-def map_with_path(fn: Callable, tree: Any, *rest: Any) -> Any:
+def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Return the tree of fn(path, leaf, *leaves in the same place of `rest`), with the paths of `paths`.
 
     rest: trees with the structure of `tree`, as in `map`. Other errors and laws are those of `map`.
@@ -69,7 +69,7 @@ def map_with_path(fn: Callable, tree: Any, *rest: Any) -> Any:
 
 
 @typed
-def reduce(fn: Callable, tree: Any, initial: Any) -> Any:
+def reduce(fn: Callable[..., Any], tree: Any, initial: Any) -> Any:
     """Return fn(... fn(fn(initial, leaf 0), leaf 1) ..., last leaf), or `initial` for a tree without leaves.
 
     Example:

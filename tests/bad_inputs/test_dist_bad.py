@@ -332,6 +332,8 @@ ROWS = {
     "load_safetensors: no file": e(lambda: fr.load_safetensors("/none/x"), FileNotFoundError, "does not exist"),
     "load: a plan besides a step": e(lambda: fr.load("x", like=fr.train_step(len), plan=PLAN), TypeError,
         "`like` is a step, which says how states are laid out", "also plan", "the path and the step alone"),
+    "load: like a logged step": e(lambda: fr.load("x", like=fr.logged(fr.train_step(len), rows=2)), TypeError,
+        "`like` is a step of another kind", "logged(train_step(len), rows=2)", "a step of train_step, or a state"),
     "load: plan without a mesh": e(lambda: fr.load("x", plan=PLAN), ValueError, "`mesh` is missing", "emulated"),
     "load: sparse without a plan": e(lambda: fr.load("x", sparse=ADAGRAD, exact=True), ValueError,
         "`sparse` requires `plan`",

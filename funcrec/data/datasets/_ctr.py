@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Finite, Size, Within, check, fail, pytree, random, replace, typed
+from funcrec.core import Finite, Size, Within, check, fail, pytree, random, replace, sure, typed
 from funcrec.data.datasets._movielens import Ratings
 from funcrec.data.readers._rows import marked, row_problems, there
 from funcrec.jagged import KeyedJaggedTensor, offsets_of
@@ -223,7 +223,7 @@ def take_rows(data: CtrData, rows: Tensor) -> Batch:
 
 def history_of(data: CtrData, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the histories of rows, padded i64[B, H], and their lengths i64[B]."""
-    h, offset = data.histories, column_of(data, "history").offset
+    h, offset = sure(data.histories), column_of(data, "history").offset
     begin, end = h.begin.index_select(0, rows).long(), h.end.index_select(0, rows).long()
     places = begin[:, None] + torch.arange(h.longest, device=rows.device)
     clicks = torch.cat([h.clicks, h.clicks.new_zeros(1)])  # there may be none

@@ -13,7 +13,7 @@ generate variates from monotone discrete distributions" (1996), without the reje
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -121,10 +121,12 @@ def random_rows(
       (('item', 'tags'), 4, 16)
     """
     call = "funcrec.data.random_rows"
-    each = {"ids_per_bag": ids_per_bag, "alpha": alpha}
-    each = {n: x if isinstance(x, Mapping) else dict.fromkeys(vocabularies, x) for n, x in each.items()}
-    check(call, *(_setting_problems(n, x, vocabularies) for n, x in each.items()))
-    counts, alphas = {n: (c, c) if type(c) is int else c for n, c in each["ids_per_bag"].items()}, each["alpha"]
+    bags: Mapping[str, Any] = (
+        ids_per_bag if isinstance(ids_per_bag, Mapping) else dict.fromkeys(vocabularies, ids_per_bag)
+    )
+    alphas: Mapping[str, float] = alpha if isinstance(alpha, Mapping) else dict.fromkeys(vocabularies, alpha)
+    check(call, *(_setting_problems(n, x, vocabularies) for n, x in (("ids_per_bag", bags), ("alpha", alphas))))
+    counts: dict[str, tuple[int, int]] = {n: (c, c) if type(c) is int else c for n, c in bags.items()}
     check(call, _count_problems(counts))
     columns = tuple(RandomColumn(n, v, *counts[n], float(alphas[n])) for n, v in vocabularies.items())
     return RandomRows(key, columns, num_dense, num_rows, scatter)
@@ -160,7 +162,7 @@ def vocabularies_of(tables: Sequence[TableConfig], features: Sequence[FeatureCon
 @typed
 def zipf(key: Key, shape: Shape, size: Count, alpha: Magnitude) -> Tensor:
     """Return random numbers i64[shape] in [0, size): k - 1 has probability proportional to k^-alpha, k = 1 .. size."""
-    return zipf_ranks(random.uniform(key, shape, dtype=torch.float64), size, alpha)
+    return zipf_ranks(random.uniform(key, tuple(shape), dtype=torch.float64), size, alpha)
 
 
 def zipf_ranks(u: Tensor, size: int, alpha: float) -> Tensor:
@@ -203,7 +205,7 @@ def generate(data: RandomRows, rows: Tensor) -> tuple[Batch, Tensor]:
     logits = score * (LABEL_SCALE / math.sqrt(len(data.columns) + data.num_dense))
     chance = uniform_of(random.mix(_key(data, "label", 6) + (rows + 1) * random.GAMMA))
     label = (chance < logits.sigmoid()).float()
-    return Batch(_pack(data.columns, parts), label, dense), logits.float()
+    return Batch(_pack(data.columns, parts), label, cast(Tensor, dense)), logits.float()
 
 
 def column_ids(data: RandomRows, c: RandomColumn, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, is_tracked
+from funcrec.data.readers._arrow import compute
 from funcrec.data.readers._sources import as_array, need_pyarrow
 from funcrec.jagged import is_concrete
 
@@ -37,8 +38,7 @@ def codes_of(call: str, column: Any, name: str, *, is_time: bool = False) -> Ten
     if not len(values):
         fail(call, f"`{name}` has no rows.", got=got, need="a row or more", hint=f"{name}=torch.tensor([0, 0, 1])")
     if is_text:
-        import pyarrow.compute as pc
-
+        pc = compute()
         encoded = values.dictionary_encode()
         places = np.argsort(pc.sort_indices(encoded.dictionary).to_numpy())
         return torch.from_numpy(places[encoded.indices.to_numpy()])

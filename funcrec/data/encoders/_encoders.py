@@ -8,7 +8,7 @@ Dictionaries are encoded as the values that they stand for.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     def refuse(self, nth: int, got: str, need: str, hint: str = "") -> None:
         columns.refuse(self.call, self.row(nth), self.name, got, need, hint)
 
-    def refuse_type(self, kind: Any, need: str, hint: str) -> None:
+    def refuse_type(self, kind: Any, need: str, hint: str) -> NoReturn:
         what = f"column `{self.name}` has values of another kind."
         fail(self.call, what, got=str(kind), need=need, hint=hint, kind=TypeError)
 

@@ -117,7 +117,7 @@ def fit_encoding(
 
 
 @typed
-def encode(encoding: Encoding, table: object, *, columns: Sequence[str] | None = None) -> Examples:
+def encode(encoding: Encoding, table: Any, *, columns: Sequence[str] | None = None) -> Examples:
     """Return the Examples of an encoded table. A value that `encoding` has not learned gets the unknown id 0.
 
     Args:
@@ -205,7 +205,7 @@ def _computed(call: str, name: str, encoder: Encoder, known: Any) -> Any:
         raise
 
 
-def _tables_of(call: str, source: object, names: tuple[str, ...]) -> Iterator[tuple[Any, Callable[[int], str]]]:
+def _tables_of(call: str, source: Any, names: tuple[str, ...]) -> Iterator[tuple[Any, Callable[[int], str]]]:
     """Yield each table of a source, with the columns `names`, and a function that names its rows."""
     pa = need_pyarrow(call)
     is_whole = isinstance(source, Sequence | Mapping | Tensor) and not _is_tables(source)

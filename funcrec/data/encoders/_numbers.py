@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, Within, check, describe, fail, pytree, typed
+from funcrec.core import Problem, Within, check, describe, fail, pytree, sure, typed
 from funcrec.data.encoders._encoders import Encoder, Place, by_elements, fixed, floats_of
 
 BLOCK = 1 << 16  # values in one block of moments
@@ -97,8 +97,8 @@ def bucketize(edges: Edges | None = None, *, num_quantiles: NumQuantiles | None 
     check(call, _bucket_problems(edges, num_quantiles))
     if edges is not None:
         return fixed(Buckets(torch.tensor([float(x) for x in edges], dtype=torch.float64)), "ids")
-    nothing = Counted(np.zeros(0), np.zeros(0, np.int64))
-    return Encoder(lambda: nothing, _count, lambda known: Buckets(torch.from_numpy(_edges(call, known, num_quantiles))))
+    nothing, number = Counted(np.zeros(0), np.zeros(0, np.int64)), sure(num_quantiles)
+    return Encoder(lambda: nothing, _count, lambda known: Buckets(torch.from_numpy(_edges(call, known, number))))
 
 
 def _count(known: Counted, values: Any, place: Place) -> Counted:
@@ -234,7 +234,7 @@ def _joined(known: Moments, block: np.ndarray) -> Moments:
 
 def _normal_of(known: tuple[Moments, ...]) -> Normal:
     rests = [np.concatenate([np.zeros(0), *m.rest]) for m in known]
-    known = [_joined(m, rest) if len(rest) else m for m, rest in zip(known, rests, strict=True)]
+    known = tuple(_joined(m, rest) if len(rest) else m for m, rest in zip(known, rests, strict=True))
     if not known or not all(m.count for m in known):
         need, hint = "a number or more", "a column that has values, or one less in the schema"
         got = "none, or all missing"
@@ -299,7 +299,7 @@ def log1p() -> Encoder:
     return fixed(Log1p())
 
 
-def _bucket_problems(edges: object, num_quantiles: object) -> Iterator[Problem]:
+def _bucket_problems(edges: Any, num_quantiles: object) -> Iterator[Problem]:
     if (edges is None) == (num_quantiles is None):
         got, need = "neither" if edges is None else "both", "one of them"
         yield Problem("one of `edges` and `num_quantiles` is needed.", got, need, "bucketize(num_quantiles=10)")

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import GAMMA, Count, Form, Problem, Size, Within, check, mix, pytree, stray, typed
+from funcrec.core import GAMMA, Count, Form, Problem, Size, Within, check, mix, pytree, stray, sure, typed
 from funcrec.data.encoders._encoders import Encoder, Place, by_elements, fixed
 from funcrec.data.readers import _columns as columns
+from funcrec.data.readers._arrow import compute
 from funcrec.tables import hash_rows, multiply_shift
 
 MERGE_AT = 1 << 16  # least number of waiting values before `_add_up` runs
@@ -125,8 +126,7 @@ def vocabulary(*, min_count: Count = 1, max_size: Count | None = None) -> Encode
 
 
 def _see(seen: Seen, values: Any, place: Place) -> Seen:
-    import pyarrow.compute as pc
-
+    pc = compute()
     kind, values = of_kind(values, place)
     if "none" not in (kind, seen.kind) and kind != seen.kind:
         place.refuse_type(values.type, f"{seen.kind}, as in the rows before", "one type for all chunks of a column")
@@ -152,12 +152,12 @@ def _add_up(seen: Seen) -> Seen:
 
 def _vocabulary_of(seen: Seen, min_count: int, max_size: int | None) -> FittedVocabulary:
     import pyarrow as pa
-    import pyarrow.compute as pc
 
+    pc = compute()
     if not seen.waiting and seen.counted is None:
         nothing = torch.zeros(0, dtype=torch.int64)
         return FittedVocabulary(nothing, nothing, torch.tensor([seen.missing]), "none")
-    values, counts = _add_up(seen).counted
+    values, counts = sure(_add_up(seen).counted)
     order = pc.sort_indices(values).to_numpy()
     counts = counts[order]
     kept = counts >= min_count
@@ -222,8 +222,8 @@ def _find_integers(values: Any, kind: str, known: np.ndarray, known_kind: str) -
 
 def _find_text(values: Any, known: Any) -> np.ndarray:
     import pyarrow as pa
-    import pyarrow.compute as pc
 
+    pc = compute()
     if len(values) * SCAN >= len(known):
         return pc.fill_null(pc.index_in(values, value_set=known), -1).to_numpy().astype(np.int64) + 1
     low, high = np.zeros(len(values), np.int64), np.full(len(values), len(known))

@@ -26,6 +26,13 @@ def need_pyarrow(call: str):
     return pyarrow
 
 
+def compute() -> Any:
+    """Return the module pyarrow.compute. pyarrow makes its functions when it is imported: type checkers see none."""
+    import pyarrow.compute
+
+    return pyarrow.compute
+
+
 def as_array(x: Any) -> Any:
     """Return the pyarrow array of a vector of numpy, of a list or of an array of another library.
 

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from funcrec.core import Problem, fail
+from funcrec.core import Problem, fail, sure
+from funcrec.data.readers._arrow import compute
 from funcrec.data.readers._rows import need_finite
 from funcrec.data.readers._schema import Schema
 
@@ -165,9 +166,9 @@ def _type_hint(name: str, role: str, kind) -> str:
 def plain(column):
     """Return the values that dictionaries, run ends, views and extension types stand for."""
     import pyarrow as pa
-    import pyarrow.compute as pc
     import pyarrow.types as kinds
 
+    pc = compute()
     kind = column.type
     if kinds.is_primitive(kind):
         return column
@@ -188,8 +189,8 @@ def plain(column):
 def _list_of_view(view):
     """Return a list view as a list, without a cast: in pyarrow 26, a cast leaves the last offset unwritten."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
+    pc = compute()
     lengths = pc.fill_null(pc.list_value_length(view), 0).to_numpy()
     ends = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64())
     return pa.LargeListArray.from_arrays(ends, view.flatten(), mask=view.is_null())
@@ -211,9 +212,9 @@ def lists_and_ids(table, schema: Schema):
 
 def _is_nothing(column) -> bool:
     """Return whether all values are missing: nulls without a type, or floats that are all NaN, as pandas has them."""
-    import pyarrow.compute as pc
     import pyarrow.types as kinds
 
+    pc = compute()
     kind = value_kind(column.type)
     is_float = kinds.is_floating(kind)
     return kinds.is_null(kind) or (is_float and pc.all(plain(column).is_null(nan_is_null=True)).as_py() is not False)
@@ -222,8 +223,8 @@ def _is_nothing(column) -> bool:
 def flat(column) -> tuple[Any, ...]:
     """Return (values, lengths i64[N]) of a column of lists. A missing list has length 0."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
+    pc = compute()
     if pa.types.is_null(column.type):  # a column whose lists are all missing
         return pa.chunked_array([], pa.null()), np.zeros(len(column), np.int64)
     values = pa.chunked_array([c.flatten() for c in column.chunks], column.type.value_type)
@@ -236,7 +237,7 @@ def ids_of(call: str, column, name: str, *, missing: int | None = None) -> np.nd
     column = plain(column)
     if column.null_count and missing is None:
         hint = f"missing=0, or another id of its own; or {ENCODE}"
-        refuse(call, first_true(column.is_null()), name, "a missing id", "an id", hint)
+        refuse(call, sure(first_true(column.is_null())), name, "a missing id", "an id", hint)
     found = _i64(call, column, name, int)
     return (found if missing is None else found.fill_null(missing)).to_numpy()
 
@@ -252,9 +253,9 @@ def bags_of(call: str, column, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _i64(call: str, column, name: str, row: Callable[[int], int]):
     import pyarrow as pa
-    import pyarrow.compute as pc
     import pyarrow.types as kinds
 
+    pc = compute()
     if kinds.is_uint64(column.type):
         nth = first_true(pc.greater(column, pa.scalar(2**63 - 1, pa.uint64())).fill_null(False))
         if nth is not None:
@@ -274,7 +275,7 @@ def numbers_of(
     column = plain(column)
     if column.null_count and missing is None:
         hint = "pc.fill_null(column, 0), or another number of its own"
-        refuse(call, row(first_true(column.is_null())), name, "no number", "a number", hint)
+        refuse(call, row(sure(first_true(column.is_null()))), name, "no number", "a number", hint)
     if not (kinds.is_integer(column.type) or kinds.is_floating(column.type)):
         column = column.cast(pa.float64() if kinds.is_decimal(column.type) else pa.uint8())
     return (column.fill_null(missing) if column.null_count else column).to_numpy()

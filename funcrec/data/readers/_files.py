@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 from funcrec.core import Problem, Within, check, describe, fail, nearest, typed_fields
-from funcrec.data.readers._arrow import PACKED, at_once, files_below, need_pyarrow, parquet_of, text_of
+from funcrec.data.readers._arrow import PACKED, at_once, compute, files_below, need_pyarrow, parquet_of, text_of
 from funcrec.data.readers._columns import first_true, plain
 from funcrec.data.readers._sources import NEED, Part, Source, Wanted, absent_problems, as_table, wanted_names
 from funcrec.data.readers._text_faults import (
@@ -76,22 +76,21 @@ def opened(call: str, source: Any, wanted: Wanted, form: Format = None) -> Sourc
         parts = [Part("", "row", i, t.num_rows, lambda t=t: iter(t.to_batches())) for i, t in pieces]
         return Source(table.schema, parts, "the table")
     files = _files(call, source)
-    form = _format_of(call, files, form)
-    make = _parquet_parts if form == "parquet" else _text_parts
-    return make(call, files, wanted, form)
+    text = _format_of(call, files, form)
+    return _text_parts(call, files, wanted, text) if isinstance(text, Text) else _parquet_parts(call, files, wanted)
 
 
 def is_path(x: object) -> bool:
     return isinstance(x, str | os.PathLike)
 
 
-def _files(call: str, source: Any) -> list[tuple[Path, dict[str, str | None]]]:
+def _files(call: str, source: Any) -> list[tuple[Path | Url, dict[str, str | None]]]:
     """Return (path, its hive partitions) of each file. Names in folders that begin with . or _ are skipped."""
     several = not is_path(source)
     if several and not (len(source) and all(map(is_path, source))):
         what, hint = "the source is not a table.", 'source="day_0.tsv", or {"item": [1, 2]}'
         fail(call, what, got=describe(source), need=NEED, hint=hint, kind=TypeError)
-    files: list[tuple[Path, dict]] = []
+    files: list[tuple[Path | Url, dict]] = []
     for root in [path_or_url(call, p) for p in (source if several else [source])]:
         root = root if isinstance(root, Url) else root.expanduser()
         if root.is_file():
@@ -183,8 +182,8 @@ def _filled(call: str, file: str, chunk, schema, partitions: dict, extra: set[st
 def _check_folder(call: str, file: str, name: str, column, text: str | None) -> None:
     """Raise if a column of a file differs from the value that the name of its folder gives for this column."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
+    pc = compute()
     column = plain(pa.chunked_array([column]))
     try:
         value = pa.scalar(text).cast(column.type)
@@ -204,7 +203,7 @@ def _value(text: str | None, kind) -> int | str | None:
     return int(text) if text is not None and kinds.is_integer(kind) else text
 
 
-def _parquet_parts(call: str, files: list, wanted: Wanted, _: str) -> Source:
+def _parquet_parts(call: str, files: list, wanted: Wanted) -> Source:
     """Return a source with one part for each row group."""
     import pyarrow as pa
     from pyarrow import parquet

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from funcrec.core import Problem, check, describe, fail, is_followed, is_tracked, reported, twice_problems
+from funcrec.core import Problem, check, describe, fail, is_followed, is_tracked, reported, sure, twice_problems
 from funcrec.data.readers._arrow import as_array as as_array
 from funcrec.data.readers._arrow import need_pyarrow
 from funcrec.data.readers._schema import Schema
@@ -102,7 +102,7 @@ def part_chunks(call: str, part: Part) -> Iterator:
 def absent_problems(name: str, names: Sequence[str], wanted: Wanted) -> Iterator[Problem]:
     """Yield problems if a wanted column is absent, or occurs twice."""
     labels = wanted.labels if isinstance(wanted, Schema) else ()
-    columns = names if wanted is None else wanted_names(wanted)
+    columns = names if wanted is None else sure(wanted_names(wanted))
     if not columns and wanted is not None:
         yield Problem("`columns` are none.", "no name", "names of columns", f"columns={names[:2]!r}; None for all")
     hint, once = f"columns={sorted({*columns})}", "each name once"

@@ -6,9 +6,10 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from funcrec.core import fail
-from funcrec.data.readers._arrow import text_of
+from funcrec.data.readers._arrow import compute, text_of
 
 BEYOND = 2.0**63  # above the largest i64
 REST = re.compile(rb'[^"]*+(?:""[^"]*+)*+"')  # the rest of a field in quotes
@@ -49,17 +50,19 @@ def check_quotes(call: str, path: Path, delimiter: str) -> None:
         fail(call, what, got="one field up to the end of the file", need='"..." around a field', hint=hint)
 
 
-def check_floats(call: str, path: Path, chunk, as_text: Callable[[list[str]], object]) -> None:
+def check_floats(call: str, path: Path, chunk, as_text: Callable[[list[str]], Any]) -> None:
     """Raise if a column that was inferred as floats has integers that do not fit in an i64.
 
     chunk: the rows from which the types were inferred. as_text: returns these rows of the named columns as text.
     """
-    import pyarrow.compute as pc
     import pyarrow.types as kinds
 
+    pc = compute()
     floats = [f.name for f in chunk.schema if kinds.is_floating(f.type)]
     large = [n for n in floats if (pc.max(pc.abs(chunk.column(n))).as_py() or 0.0) >= BEYOND]
-    written = as_text(large) if large else None
+    if not large:
+        return
+    written = as_text(large)
     for name in large:
         is_whole = pc.match_substring_regex(written.column(name), r"^\s*-?[0-9]+\s*$").fill_null(True)
         if pc.all(is_whole).as_py():

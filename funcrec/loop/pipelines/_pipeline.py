@@ -174,7 +174,7 @@ class Pipeline:
     def start(self, batches: Iterable[Any], blank: Callable[..., Any]) -> Iterator[Ready]:
         if self.under_way is not None:
             self.under_way.close(wait_s=None)
-        if self.twins is None and self.mesh is not None and not self.mesh.is_emulated:
+        if self.twins is None and self.mesh is not None and self.mesh.device_mesh is not None:
             self.twins = twins_of(self.mesh)
             self.stream = None if self.mesh.device_mesh.device_type == "cpu" else torch.cuda.Stream()
         if self.device is not None:
@@ -198,7 +198,7 @@ class Pipeline:
         return f"<funcrec.pipeline of {self.step!r}, depth={self.depth}>"
 
 
-def ahead_of(step: Any, items: Iterator, state: Any) -> Iterator:
+def ahead_of(step: Any, items: Iterable, state: Any) -> Iterable:
     """Return the items (position, batch). Their batches are ready batches if the step is a pipeline or has caches."""
     if not isinstance(step, Pipeline | CachedStep):
         return items

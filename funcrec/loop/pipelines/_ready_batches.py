@@ -51,8 +51,10 @@ class Ready:
 
     def __init__(self, source: "Ahead", number: int, batch: Any, form: Any):
         self.source, self.number, self.batch, self.form = source, number, batch, form
-        self.is_done, self.halves, self.routed, self.sent = False, None, None, None
-        self.versions: list[int] = []
+        self.is_done, self.versions = False, list[int]()
+        self.halves: Any = None
+        self.routed: Any = None
+        self.sent: Any = None
 
     def __repr__(self) -> str:
         return f"Ready({self.batch!r})"
@@ -146,7 +148,7 @@ class Ahead:
             self.skipped.add(one.number)
             self.changed.notify_all()
 
-    def add(self, programs: dict[Any, Any], form: Any, halves: Halves | None) -> None:
+    def add(self, programs: dict[Any, Any], form: Any, halves: Any) -> None:
         with self.lock:
             programs[form] = halves
             self.changed.notify_all()
@@ -197,8 +199,9 @@ class Ahead:
             self.error = error
         finally:
             try:
-                if hasattr(items, "close"):
-                    items.close()
+                close = getattr(items, "close", None)
+                if close is not None:
+                    close()
             except BaseException as error:
                 self.error = self.error or error
             with self.lock:
@@ -292,8 +295,7 @@ class Ahead:
         following = self.following()
         current = torch.cuda.current_stream(self.stream.device)
         for x in (one, following):
-            is_next = x is not None and not x.is_done and self.permits.get(x.number) is programs and x.form in programs
-            if is_next:
+            if x is not None and not x.is_done and self.permits.get(x.number) is programs and x.form in programs:
                 self.stream.wait_stream(current)  # waits for the batch's copy and all earlier launches
                 with torch.cuda.stream(self.stream):
                     send(x, programs[x.form])

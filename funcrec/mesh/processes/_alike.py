@@ -20,10 +20,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch.distributed as dist
 import torch.utils._pytree as torch_tree
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from funcrec.core import Problem, check, has_tracked, message, reported
 from funcrec.mesh._axes import bound_axes, rank_at
+from funcrec.mesh._paper import real_group
 from funcrec.mesh._parts import Part, is_jagged
 from funcrec.mesh.processes._together import (
     Failure,
@@ -86,7 +86,7 @@ def ranks_of_axes(names: Sequence[str]) -> Ranks:
     """Return the ranks of these axes, which are bound here."""
     axes = bound_axes("funcrec.shard_map", tuple(names))
     sizes, places = {a.name: a.size for a in axes}, {a.name: a.index for a in axes}
-    groups = tuple(_resolve_process_group(a.group) for a in axes)
+    groups = tuple(real_group(a.group) for a in axes)
     return Ranks(rank_at(places, tuple(names), sizes), prod(sizes.values()), groups, device_of(groups[0]))
 
 
@@ -102,7 +102,7 @@ def report_failure(error: Exception, axes: Sequence[str]) -> None:
     """
     if staged.get():
         told = [RankForm("", FAILED, words_of(error))]
-        dist.distributed_c10d._get_default_store().set(key_of(Met.turns, dist.get_rank()), pickle.dumps(told))
+        default_store().set(key_of(Met.turns, dist.get_rank()), pickle.dumps(told))
         Met.turns += 1
     else:
         of_all_ranks(Told(b"", Failure.of(error), ""), ranks_of_axes(axes))
@@ -163,7 +163,7 @@ def agree_on_program(call: str, told: Sequence[RankForm], group: str) -> None:
     told = list(told)
     if told in Met.forms:
         return
-    store, here, turn = dist.distributed_c10d._get_default_store(), dist.get_rank(), Met.turns
+    store, here, turn = default_store(), dist.get_rank(), Met.turns
     Met.turns += 1
     store.set(key_of(turn, here), pickle.dumps(told))
     size, timeout = dist.get_world_size(), longest_wait(group)
@@ -185,15 +185,20 @@ def agree_on_program(call: str, told: Sequence[RankForm], group: str) -> None:
 
 def longest_wait(group: str) -> timedelta:
     """Return the time that a collective of the group waits for a rank."""
-    found = _resolve_process_group(group)
+    found = real_group(group)
     return min(found._get_backend(d).options._timeout for d in found._device_types)
+
+
+def default_store() -> Any:
+    """Return the store of all ranks. Torch's types do not know that it holds bytes, and that it can be cloned."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def key_of(turn: int, rank: int) -> str:
     return f"funcrec/forms/{turn}/{rank}"
 
 
-def others_changed(call: str, error: RuntimeError) -> RuntimeError:
+def others_changed(call: str, error: RuntimeError) -> Exception:
     """Return the error to raise for a broken exchange.
 
     If other ranks have new forms, they never came to this exchange: the error names the forms. If the transport lost
@@ -203,7 +208,7 @@ def others_changed(call: str, error: RuntimeError) -> RuntimeError:
         return broken_off(call, error)
     turn = Met.turns
     try:
-        store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+        store, ranks = default_store(), range(dist.get_world_size())
         told = {r: pickle.loads(store.get(key_of(turn, r))) for r in ranks if store.check([key_of(turn, r)])}
     except RuntimeError:  # the store ended with the rank that held it
         return broken_off(call, error)

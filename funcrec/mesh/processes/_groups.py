@@ -4,11 +4,12 @@ Collectives of a group pair by their order, so all collectives of a group must c
 exchanges values over groups of its own.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
+from funcrec.core import sure
 from funcrec.mesh._mesh import Mesh
 from funcrec.mesh.processes._together import Ranks
 
@@ -27,13 +28,13 @@ def twins_of(mesh: Mesh) -> Twins:
     """
     names = {}
     for axis in mesh.axis_names:
-        group = mesh.device_mesh.get_group(axis)
+        group = sure(mesh.device_mesh).get_group(axis)
         names[group.group_name] = _twin(group, dist.get_backend(group)).group_name
-    return Twins(names, Ranks.of_group(_twin(dist.group.WORLD, "gloo")))
+    return Twins(names, Ranks.of_group(_twin(sure(dist.group.WORLD), "gloo")))
 
 
 def _twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     kind = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     wait = group._get_backend(kind).options._timeout
     ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=wait, backend=backend, use_local_synchronization=True)
+    return cast(Any, dist.new_group(ranks, timeout=wait, backend=backend, use_local_synchronization=True))

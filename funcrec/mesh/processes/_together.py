@@ -11,17 +11,19 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from funcrec.core import Problem, check, message, outside_transforms
+from funcrec.core import Problem, check, message, outside_transforms, sure
 from funcrec.mesh._mesh import Mesh
 
 T = TypeVar("T")
 LONGEST = 200  # characters of a transport's error
-KINDS = {k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, IndexError, MemoryError, RuntimeError)}
+KINDS: dict[str, type[Any]] = {
+    k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, IndexError, MemoryError, RuntimeError)
+}
 NUM_SAID: Counter[int] = Counter()  # how often each thread has called `say`
 SIZE_BYTES, HEAD_BYTES = 8, 256  # a value of at most 248 bytes travels in one collective
 MAPPED = "run a mapped function (such as a step)"
@@ -50,7 +52,7 @@ class Ranks(NamedTuple):
 
         Without real ranks it returns this process alone.
         """
-        if mesh is None or mesh.is_emulated:
+        if mesh is None or mesh.device_mesh is None:
             return Ranks()
         groups = [mesh.device_mesh.get_group(name) for name in mesh.axis_names]
         return Ranks(dist.get_rank(), mesh.size, tuple(groups), device or device_of(groups[0]))
@@ -58,7 +60,7 @@ class Ranks(NamedTuple):
     @staticmethod
     def of_group(group: dist.ProcessGroup | None) -> "Ranks":
         """Return the ranks of a process group. For None it returns all ranks of the default group."""
-        group = dist.group.WORLD if group is None else group
+        group = sure(dist.group.WORLD if group is None else group)
         return Ranks(dist.get_rank(group), dist.get_world_size(group), (group,), device_of(group))
 
 

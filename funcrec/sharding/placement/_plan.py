@@ -5,6 +5,7 @@ plan[table] is the Placement of the table;    a plan from `fr.plan` has a report
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -215,6 +216,11 @@ class Plan:
     def __repr__(self) -> str:
         more = "".join(f", {n}={x}" for n, x in (("replicas", self.replicas), ("buckets", self.buckets)) if x)
         return f"Plan({dict(self.placements)}{more})"
+
+    def _brief(self) -> str:
+        """Return the text of a long plan in another value's text: how many tables each kind of placement has."""
+        kinds = Counter(p.kind for _, p in self.placements)
+        return f"Plan({len(self.placements)} tables: {', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
 
 
 # -- validators --------------------------------------------------------------------------------------------------

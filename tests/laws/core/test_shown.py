@@ -22,6 +22,7 @@ SHOWN = [
     (fr.logged(STEP, rows=8), f"logged({STEP!r}, rows=8)"),
     (STEP._replace(init=print), "TrainStep(init=print, update=Update)"),
     (fr.jit(STEP), f"<funcrec.jit of {STEP!r}>"),
+    (fr.jit(STEP, donate=("state",)), f"<funcrec.jit of {STEP!r}, donate=('state',)>"),
 ]
 
 
@@ -36,6 +37,13 @@ def test_a_step_on_a_mesh_shows_mesh_and_plan():
     text = repr(ON_MESH)
     assert "mesh=Mesh.emulated(data=2)" in text and "row_wise" in text and "sparse=rowwise_adagrad" in text
     assert "\n" not in text and " at 0x" not in text
+
+
+def test_a_step_with_a_long_plan_shows_its_kinds():
+    """A plan of many tables stands in the text as its kinds with their numbers, in less than a screen."""
+    kinds = {f"t{i}": fr.row_wise("data") if i % 3 else fr.replicated() for i in range(300)}
+    text = repr(fr.logged(fr.train_step(LOSS, mesh=fr.Mesh.emulated(data=2), plan=fr.Plan(kinds)), rows=8))
+    assert "plan=Plan(300 tables: 100 replicated, 200 row_wise)" in text and len(text) < 400
 
 
 def test_long_arguments_are_cut():
