@@ -117,5 +117,5 @@ def test_values_are_read_inside():
     loss = lambda p, b: fr.lookup(p.tables, b.ids, [fr.FeatureConfig("t", table="t")]).values.square().sum()
     call = functools.partial(fr.per_example_grads(loss), fr.Params(tables, {}), fr.Batch(ids, torch.ones(3)))
     fr.testing.assert_trees_close(fr.invariant(call)(), call(), rtol=1e-6, atol=1e-6)
-    with pytest.raises(TypeError, match="branches on a tensor's value"):
+    with pytest.raises(TypeError, match="reads a tensor's value on the host"):
         fr.jit(fr.invariant(lambda x: x if x.sum() > 0 else -x))(torch.ones(3))
