@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL ?= deepfm
+WITH_TOOLS = PATH="$(abspath $(VENV))/bin:$$PATH";
 
-.PHONY: train test check coverage wheel serving docs sanitize processors arm invariant ladder bench bench-full gpu clean
+.PHONY: train test check coverage wheel serving kernels packages docs sanitize processors arm invariant ladder bench bench-full gpu clean
 
 train: $(VENV)/.installed
 	$(RUN) -m funcrec.examples.ctr --model $(MODEL) --out runs/$(MODEL)
@@ -13,7 +14,7 @@ ladder: $(VENV)/.installed
 	for model in lr fm dlrm widedeep deepfm dcnv2 din; do \
 	  $(RUN) -m funcrec.examples.ctr --model $$model --out runs/$$model || exit 1; done
 
-# pip, which works on one core, installs packages while the server is compiled.
+# pip, which works on one core, installs packages while first the kernels and then the server are compiled.
 test:
 	$(MAKE) --jobs=2 $(VENV)/.tested serving
 	$(RUN) -m ruff check .
@@ -35,14 +36,13 @@ coverage: $(VENV)/.tested serving
 
 # funcrec with kernels and server inside, for the torch of .venv: dist/*.whl runs where there is no compiler.
 wheel: $(VENV)/.installed
-	$(RUN) -m pip install --quiet -c .ci/constraints.txt cmake ninja scikit-build-core cmeel-boost
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
+	$(RUN) -m pip install --quiet -c .ci/constraints.txt cmeel-boost
+	$(WITH_TOOLS) $(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
 	  -C cmake.define.FUNCREC_SERVING=ON -C cmake.define.Python_EXECUTABLE=$(abspath $(RUN)) -C build-dir=build/wheel .
 
 # Packages in C++ without Python: a library, and build/serving/funcrec-serve.
-serving: $(VENV)/.boost
-	PATH="$(abspath $(VENV))/bin:$$PATH"; \
-	cmake -S kernels -B build/serving -DFUNCREC_SERVING=ON -DPython_EXECUTABLE=$(abspath $(RUN)) && cmake --build build/serving --parallel 2
+serving: $(VENV)/.installed
+	$(WITH_TOOLS) cmake -S kernels -B build/serving -DFUNCREC_SERVING=ON -DPython_EXECUTABLE=$(abspath $(RUN)) && cmake --build build/serving --parallel 2
 
 # The guide and the reference as a site: open build/docs/index.html.
 docs: $(VENV)/.installed
@@ -103,19 +103,31 @@ gpu:
 	$(GPU_PYTHON) bench/run.py --device cuda --groups bandwidth lookup update steps overhead --seconds 4 --limit-s 330 \
 	  --out bench/results/cuda --report
 
-$(VENV)/.installed: pyproject.toml .ci/constraints.txt kernels/CMakeLists.txt kernels/cpp/levels.json $(wildcard kernels/csrc/*)
+# What compiles, as packages where the system has none: cmake and ninja, the build backend, and Boost's headers for the server.
+$(VENV)/.tools: .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet -c .ci/constraints.txt -e ".[data,plots]"
-	touch $@
-
-# What the server is compiled with, as packages where the system has none: cmake, and Boost's headers.
-$(VENV)/.boost: $(VENV)/.installed
-	PATH="$(abspath $(VENV))/bin:$$PATH"; command -v cmake > /dev/null || $(RUN) -m pip install --quiet cmake
+	$(RUN) -m pip install --quiet -c .ci/constraints.txt cmake ninja "scikit-build-core>=0.11"
 	[ -e /usr/include/boost/beast.hpp ] || $(RUN) -m pip install --quiet -c .ci/constraints.txt cmeel-boost
 	touch $@
 
+$(VENV)/.installed: pyproject.toml .ci/constraints.txt kernels/CMakeLists.txt kernels/cpp/levels.json $(wildcard kernels/csrc/*) | $(VENV)/.tools
+	$(WITH_TOOLS) $(RUN) -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e ".[data,plots]"
+	touch $@
+
+# In a new environment pip finds the kernels compiled, which need no package, and those packages installed that take longest.
+ifeq ($(wildcard $(VENV)/.installed),)
+$(VENV)/.installed: | kernels packages
+endif
+
+kernels: $(VENV)/.tools
+	$(WITH_TOOLS) cmake -S kernels -B build/kernels -G Ninja -DCMAKE_BUILD_TYPE=Release && cmake --build build/kernels
+
+packages: $(VENV)/.tools
+	$(RUN) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+	  | $(RUN) -m pip install --quiet -c .ci/constraints.txt -r /dev/stdin
+
 # funcrec itself is installed: pip adds what its extras need, and builds nothing. One pip at a time writes into the environment.
-$(VENV)/.tested: $(VENV)/.installed | $(VENV)/.boost
+$(VENV)/.tested: $(VENV)/.installed
 	$(RUN) -m pip install --quiet -c .ci/constraints.txt "funcrec[test,fbgemm-cpu,torchrec]"
 	$(RUN) -m pip install --quiet -c .ci/constraints.txt --no-deps torchrec
 	touch $@

@@ -1,6 +1,7 @@
 // The CPU kernels as one object per instruction set (CMakeLists.txt): plain C functions that ctypes calls, no extension module.
 #include "abi.h"
 #include "jagged.h"
+#include "level.h"
 #include "lookup.h"
 #include "objects.h"
 #include "owners.h"
@@ -30,19 +31,7 @@ FUNCREC_EXPORT int64_t funcrec_planned(int64_t (*entry)(const int64_t*), void* l
   }
 }
 
-// The best instruction set of this processor: 4 and 3 for x86-64-v4 and -v3, else 0.
-FUNCREC_EXPORT int64_t funcrec_level() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                  __builtin_cpu_supports("avx512vl");
-  return v3 && v4 ? 4 : v3 ? 3 : 0;
-#else
-  return 0;
-#endif
-}
+FUNCREC_EXPORT int64_t funcrec_level() { return level(); }
 
 // The entry points of quantised rows are in quantized.cpp.
 FUNCREC_ENTRY(pooled_lookup)

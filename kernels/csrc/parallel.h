@@ -114,14 +114,13 @@ inline void start_parallel(int64_t address) {
   (void)registered;
 }
 
-template <class F> void parallel_for(int64_t threads, int64_t items, F&& f) {
+// body(data, item) for every item. It is compiled once for all loops, and so is the body of each loop.
+__attribute__((noinline)) inline void run_loop(int64_t threads, int64_t items, void (*body)(void*, int64_t), void* data) {
   if (threads <= 1 || items <= 1) {
-    for (int64_t i = 0; i < items; i++) f(i);
+    for (int64_t i = 0; i < items; i++) body(data, i);
     return;
   }
-  using Body = std::remove_reference_t<F>;
-  auto body = [](void* data, int64_t i) { (*static_cast<Body*>(data))(i); };
-  Loop loop(items, body, const_cast<std::remove_const_t<Body>*>(&f));
+  Loop loop(items, body, data);
   // For another number of threads than torch's, OpenMP would rebuild its team. So this is always `threads`, even for fewer items.
   if (GompParallel parallel = gomp_parallel()) {
     parallel([](void* data) { static_cast<Loop*>(data)->work(); }, &loop, unsigned(threads), 0);
@@ -129,6 +128,12 @@ template <class F> void parallel_for(int64_t threads, int64_t items, F&& f) {
     loop.work();
   }
   if (loop.error) std::rethrow_exception(loop.error);
+}
+
+template <class F> void parallel_for(int64_t threads, int64_t items, F&& f) {
+  using Body = std::remove_reference_t<F>;
+  const auto body = [](void* data, int64_t i) { (*static_cast<Body*>(data))(i); };
+  run_loop(threads, items, body, const_cast<std::remove_const_t<Body>*>(&f));
 }
 
 }  // namespace funcrec
