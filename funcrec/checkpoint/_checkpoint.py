@@ -106,7 +106,7 @@ def save(
       ...     fr.load(path)
       {'w': tensor([1., 1.]), 'epoch': 3}
     """
-    where: Path | Url = as_path(SAVE, path, remote=True)
+    where = as_path(SAVE, path, remote=True)
     check(SAVE, transform_problems(), copy_problems(asynchronous, copy_bytes), step_problems(keep, step))
     settle()
     job = job_of(where, tree, mesh, keep, step, asynchronous)
@@ -175,7 +175,7 @@ def load(
         need  f32[3]
         try   like=None, which loads the file as it is
     """
-    where: Path | Url = as_path(LOAD, path, remote=True)
+    where = as_path(LOAD, path, remote=True)
     finish()
     how: dict[str, Any] = {
         "sparse": sparse,
@@ -217,7 +217,7 @@ def read(
     """Return the tree, read on this rank. said: arguments that must be the same on all ranks."""
     place = None if device is None else place_of(LOAD, device)
     if place is None and mesh is not None and not mesh.is_emulated:
-        place = place_of(LOAD, mesh.device_mesh.device_type)
+        place = place_of(LOAD, sure(mesh.device_mesh).device_type)
     tree, ranks = None, ranks_of(mesh)
 
     def work() -> dict[str, str]:
@@ -321,7 +321,7 @@ def of_step_problems(sparse: RowOptimizer, tree: Any, mesh: Mesh | None) -> Iter
     if not states:
         yield Problem("the checkpoint has no state of a step.", describe(tree), "a TrainState", "like=None")
     for state in states:
-        samples = {n: {k: rows(0, 0) for k, rows in own.items()} for n, own in readers(state, mesh).items()}
+        samples = {n: {k: rows(0, 0) for k, rows in own.items()} for n, own in readers(state, sure(mesh)).items()}
         yield from optimizer_problems(sparse, samples)
 
 

@@ -240,7 +240,7 @@ def _in_memory(file: BinaryIO, x: Stored) -> Tensor:
     return out.view(x.shape)
 
 
-def _with_ranges(heads: list[Any], ranges: Tensor, files: Sequence[tuple[str, int]]) -> list[Stored]:
+def _with_ranges(heads: list[Any], ranges: Any, files: Sequence[tuple[str, int]]) -> list[Stored]:
     """Return the stored tensors, whose blocks are ranges of a file. The place in the file and the CRC are not known."""
     if ranges.dtype != torch.int64 or ranges.dim() != 2 or ranges.shape[1] != 6:
         raise CodeError("a manifest that save did not write")

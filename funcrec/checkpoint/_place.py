@@ -153,7 +153,7 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
     This process reads only its own rows of tables.
     """
     check(CALL, state_problems(state))
-    mesh, sparse = target.mesh, target.sparse
+    mesh, sparse, like = sure(target.mesh), target.sparse, target.like
     leaves = {n: {"": t, **of_rows(state.slots[n])} for n, t in state.tables.items()}
     waits = {n: own for n, own in state.slots.items() if WAITING[0] in own}
     empty = lambda x: torch.empty(0, *x.shape[1:], dtype=x.dtype, device=reader.device(str(x.device)))
@@ -161,13 +161,13 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
     shapes = {n: tuple(t.shape) for n, t in state.tables.items()}
     # without an optimizer, tables share no bank: any optimizer then sees each table by itself
     labels = {n: n if sparse is None else sparse.label(n) for n in shapes}
-    if target.like is not None:
-        check(CALL, shape_problems(shapes, target.like))
-        layout = target.like.tables.layout
+    if like is not None:
+        check(CALL, shape_problems(shapes, like))
+        layout, axes = like.tables.layout, buckets_of(like.tables)
     else:
-        dtypes = {n: t.dtype for n, t in state.tables.items()}
-        labels = own_banks(CALL, state.tables, target.plan, labels)
-        layout = layout_of(CALL, shapes, dtypes, target.plan, mesh, labels)
+        plan, dtypes = sure(target.plan), {n: t.dtype for n, t in state.tables.items()}
+        labels = own_banks(CALL, state.tables, plan, labels)
+        layout, axes = layout_of(CALL, shapes, dtypes, plan, mesh, labels), plan.buckets
     if sparse is not None:
         check_whole_rows(CALL, sparse, layout)
     check(CALL, bank_problems(layout, samples))
@@ -180,11 +180,10 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
         held = Waiting(*(reader.whole(own[k]) for k in WAITING))
         for b, cut in cut_waiting(layout, n, held, rooms[n], whole, mesh).items():
             banks[b] |= cut
-    like = target.like
     transport = like.tables.transport if like else transport_of(target.exact, target.dedup, None, target.codec)
     tables = with_banks(state.tables, {b: own.pop("") for b, own in banks.items()}, layout, transport)
     tables = replace(tables, rest=mapped(reader.whole, tables.rest))
-    tables = with_buckets(CALL, tables, target.plan.buckets if like is None else buckets_of(like.tables), mesh)
+    tables = with_buckets(CALL, tables, axes, mesh)
     step, kept, kept_opt, key = mapped(reader.whole, (state.step, state.dense, state.dense_opt, state.key))
     if target.dense_axes:
         check(CALL, leaf_problems(kept, kept_opt))
@@ -199,10 +198,12 @@ def rooms_for(
     if target.like is None:
         check(CALL, sparse_problems(target.sparse, steps))
         tables = {n: own[""] for n, own in samples.items()}
-        sparse = target.sparse
+        if not steps:
+            return {}, ()
+        sparse = sure(target.sparse)  # `sparse_problems` refuses steps without one
         return rooms_of(CALL, sparse, tables, steps), whole_banks(sparse, layout) if steps else ()
     like, banks = target.like, {n: layout.banks[layout.shards[layout.shards_of(n)[0]].bank].name for n in steps}
-    now = steps_of(like, target.mesh)
+    now = steps_of(like, sure(target.mesh))
     check(CALL, steps_problems(steps, {n: now.get(n, 0) for n in steps}))
     width = lambda b: like.slots[b.name][WAITING[1]].shape[2] if WAITING[1] in like.slots[b.name] else b.dim
     rooms = {n: like.slots[b][WAITING[0]].shape[1] for n, b in banks.items()}

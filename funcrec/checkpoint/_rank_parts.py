@@ -125,8 +125,8 @@ class Seen(NamedTuple):
         if isinstance(node, TrainState) and layout_in(node.tables) is not None:
             check(CALL, slot_problems(node))
             return replace(node, tables=self.tables(node.tables, node.slots), slots=self.slots(node))
-        if layout_in(node) is not None:
-            check(CALL, coded_problems(node.layout))
+        if (layout := layout_in(node)) is not None:
+            check(CALL, coded_problems(layout))
             return self.tables(node, {})
         if isinstance(node, DenseShard):
             self.shards.append(node)

@@ -111,7 +111,7 @@ def load_safetensors(
       ...     fr.load_safetensors(folder + "/model.safetensors")
       {'b': tensor([1.]), 'w': tensor([0., 0.])}
     """
-    path = as_path(LOAD, path, remote=True)
+    where = as_path(LOAD, path, remote=True)
     check(LOAD, transform_problems())
     place = place_of(LOAD, "cpu" if device is None else device)
     try:
@@ -120,14 +120,14 @@ def load_safetensors(
         need, hint = "the package safetensors", "pip install 'funcrec[safetensors]'"
         what = "the reader of safetensors is not installed."
         fail(LOAD, what, got="no module safetensors", need=need, hint=hint, kind=ModuleNotFoundError)
-    open_file(LOAD, path).close()
+    open_file(LOAD, where).close()
     try:
-        with local_copy(path) as here, safe_open(here, framework="pt") as file:
+        with local_copy(where) as here, safe_open(here, framework="pt") as file:
             own = lambda x: x if mmap or place.type != "cpu" else x.clone()
             return {n: own(file.get_tensor(n)).to(place) for n in sorted(file.keys())}
     except (SafetensorError, OSError) as error:
         need, hint = "a whole safetensors file", "fr.load, of a checkpoint of funcrec"
-        fail(LOAD, f"`{path.name}` is not a safetensors file.", got=str(error)[:200], need=need, hint=hint)
+        fail(LOAD, f"`{where.name}` is not a safetensors file.", got=str(error)[:200], need=need, hint=hint)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

@@ -123,6 +123,7 @@ from funcrec.core._tracked import written as written
 from funcrec.core._tree import CLASSES as CLASSES
 from funcrec.core._tree import STATIC_DEFAULTS as STATIC_DEFAULTS
 from funcrec.core._tree import UNPADDED as UNPADDED
+from funcrec.core._tree import Movable as Movable
 from funcrec.core._tree import T as T
 from funcrec.core._tree import class_name as class_name
 from funcrec.core._tree import fast_flatten as fast_flatten

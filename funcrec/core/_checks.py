@@ -29,13 +29,13 @@ def reported(problems: Iterable[Problem]) -> Generator[Problem, None, bool]:
     return found
 
 
-def doubled(names: Iterable[str]) -> list[str]:
+def doubled(names: Iterable[Any]) -> list[Any]:
     """Return the names that occur more than once, sorted."""
     names = list(names)
     return sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
 
 
-def twice_problems(what: str, names: Iterable[str], hint: str = "", need: str = "distinct names") -> Iterator[Problem]:
+def twice_problems(what: str, names: Iterable[Any], hint: str = "", need: str = "distinct names") -> Iterator[Problem]:
     """Yield a problem if a name occurs twice. what: the first line of the error."""
     if again := doubled(names):
         yield Problem(what, f"{again} more than once", need, hint)

@@ -8,7 +8,7 @@ differently, so never zip leaves of one registry with leaves of the other.
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar, dataclass_transform, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, dataclass_transform, overload
 
 import optree
 import torch
@@ -21,6 +21,24 @@ from funcrec.core._errors import Problem, check, describe, message
 from funcrec.core._static import OWN_NODES, fix, loosen
 
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+
+    class Movable:
+        """What `pytree` adds to a class, for type checkers alone."""
+
+        def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> Self:
+            """Return the value on a device, or with its floats in a dtype, as `fr.tree.to` does."""
+            return moved(self, device, dtype)
+else:
+
+    class Movable:
+        """A base without content: at run time `pytree` alone adds the method `to`."""
+
+        __slots__ = ()
+        __module__ = "funcrec.core"  # what `help` shows
+
+
 NAMESPACE = "funcrec"
 CALLS = "funcrec.jit"  # namespace of a jitted call's arguments: values that a program can tell apart differ in it
 CLASSES: dict[

@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Problem, Size, check, describe, is_wrapped, plain, pytree, replace, sure, typed
+from funcrec.core import Form, Movable, Problem, Size, check, describe, is_wrapped, plain, pytree, replace, sure, typed
 from funcrec.history._ids import ChangedIds, changed_ids, dynamic_in, entries_of, id_rows, sketch_of, vocabularies_in
 from funcrec.history._log import Touched
 from funcrec.history._logged import Logged, form_problems, laid_out_problems, stamp_problems
@@ -37,7 +37,7 @@ class ChangedRows:
 
 
 @pytree(optional=("origin", "vocabularies"))
-class Delta:
+class Delta(Movable):
     """The rows that changed, with their values. `delta` returns it, `apply_delta` applies it, and `fr.save` saves it.
 
     Args:

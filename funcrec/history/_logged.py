@@ -14,6 +14,7 @@ from torch import Tensor
 from funcrec.compile import jit
 from funcrec.core import (
     Count,
+    Movable,
     Problem,
     Size,
     absent_problems,
@@ -51,7 +52,7 @@ from funcrec.train import (
 
 
 @pytree(static=("waiting",))
-class Logged:
+class Logged(Movable):
     """A training state and the log of its last steps. A `logged` step takes and returns it.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, UNPADDED, Form, Size, check, pytree, typed
+from funcrec.core import PARTS, UNPADDED, Form, Movable, Size, check, pytree, typed
 from funcrec.jagged import _primitives as primitives
 from funcrec.jagged._checks import (
     bag_problems,
@@ -37,7 +37,7 @@ Integers = Annotated[Tensor, Form("i[K]")]  # K: of bags or of boundaries, of on
 
 
 @pytree(optional=("weights",))
-class JaggedTensor:
+class JaggedTensor(Movable):
     """Bags of ids, vectors or anything else with one jagged dimension.
 
     Args:

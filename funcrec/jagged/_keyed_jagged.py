@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, UNPADDED, Size, check, describe, fail, pytree, replace, typed
+from funcrec.core import PARTS, UNPADDED, Movable, Size, check, describe, fail, pytree, replace, typed
 from funcrec.jagged._checks import capacity_problems, length_problems, offset_problems
 from funcrec.jagged._jagged import Integers, JaggedTensor, Values, Weights, grow, take_ranges
 from funcrec.jagged._join import as_part, join
@@ -34,7 +34,7 @@ from funcrec.jagged._weights import flat_weights, given, read_alone
 
 
 @pytree(static=("keys", "strides", "unweighted"), optional=("weights", "inverse"))
-class KeyedJaggedTensor:
+class KeyedJaggedTensor(Movable):
     """The ids of a batch.
 
     Args:

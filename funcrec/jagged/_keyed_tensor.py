@@ -9,13 +9,25 @@ from typing import Annotated, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Form, Problem, check, describe, fail, pytree, twice_problems, typed, unknown_problems
+from funcrec.core import (
+    PARTS,
+    Form,
+    Movable,
+    Problem,
+    check,
+    describe,
+    fail,
+    pytree,
+    twice_problems,
+    typed,
+    unknown_problems,
+)
 from funcrec.jagged._lists import bag_list
 from funcrec.jagged._primitives import are_equal, is_concrete
 
 
 @pytree(static=("keys", "dims"))
-class KeyedTensor:
+class KeyedTensor(Movable):
     """Pooled features in one tensor, read like a dict: `kt["item"]` is [B, D].
 
     Args:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Problem, Size, check, describe, own_errors, pytree, replace, sure, typed
+from funcrec.core import Form, Movable, Problem, Size, check, describe, own_errors, pytree, replace, sure, typed
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 from funcrec.kernels import ops
 from funcrec.kernels.reference_vocabulary import LOWER, halves
@@ -30,7 +30,7 @@ from funcrec.kinds._vocabulary import (
 
 
 @pytree
-class Turnover:
+class Turnover(Movable):
     """What a step changed in a vocabulary: which rows passed to which ids. Only the first `count` places are used.
 
     Args:

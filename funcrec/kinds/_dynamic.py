@@ -15,6 +15,7 @@ from torch import Tensor
 
 from funcrec.core import (
     Key,
+    Movable,
     Named,
     Problem,
     check,
@@ -86,7 +87,7 @@ class First(NamedTuple):
 
 @mapping(lambda dynamic: dynamic.tables, "part")
 @pytree(static=("columns", "first"))
-class DynamicTables(Named[Any]):
+class DynamicTables(Named[Any], Movable):
     """Tables whose rows belong to the ids of vocabularies. `dynamic_tables` makes them, and lookups take ids.
 
     Args:

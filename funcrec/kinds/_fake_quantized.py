@@ -24,6 +24,7 @@ from torch import Tensor
 
 from funcrec.core import (
     Key,
+    Movable,
     Named,
     Problem,
     any_tracked,
@@ -65,7 +66,7 @@ SCALE = ".scale"  # suffix of the part that holds a table's scales
 
 @mapping(lambda fake: parts_of(fake), "part")
 @pytree(static=("dtypes",), optional=("rounding",))
-class FakeQuantizedTables(Named[Any]):
+class FakeQuantizedTables(Named[Any], Movable):
     """Float tables that are read as codes. `fake_quantize` returns them.
 
     Optimizers update its parts: the tables and, if scales are learned, `scales`.

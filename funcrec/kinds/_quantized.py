@@ -15,6 +15,7 @@ from torch import Tensor
 from funcrec.core import (
     RETYPED,
     Key,
+    Movable,
     Named,
     Problem,
     any_tracked,
@@ -54,7 +55,7 @@ from funcrec.tables import (
 
 @mapping(lambda q: q.tables, "table")
 @pytree(static=("forms",))
-class QuantizedTables(Named[Tensor]):
+class QuantizedTables(Named[Tensor], Movable):
     """Tables as codes of 8, 4 or 2 bits, or as floats of 16 or 32 bits. `quantize` returns them, and lookups read them.
 
     They are read, and not trained. `value_and_grad` accepts them in its params. `fake_quantize` trains tables for them.

@@ -13,7 +13,21 @@ from typing import Annotated, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from funcrec.core import GAMMA, Count, Device, Form, Problem, Size, check, describe, pytree, random, replace, typed
+from funcrec.core import (
+    GAMMA,
+    Count,
+    Device,
+    Form,
+    Movable,
+    Problem,
+    Size,
+    check,
+    describe,
+    pytree,
+    random,
+    replace,
+    typed,
+)
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 from funcrec.kernels import ops
 from funcrec.kernels.vocabulary import DISTANCE_LFU, LFU, LRU, SLOTS
@@ -25,7 +39,7 @@ Ids = Annotated[Tensor, Form("i[N]")] | JaggedTensor | KeyedJaggedTensor
 
 
 @pytree(static=("policy", "ttl", "admit", "unknown", "seed"), optional=("sketch",))
-class Vocabulary:
+class Vocabulary(Movable):
     """The ids that have a row of a table, when each was last seen, and how often. `vocabulary` returns an empty one.
 
     Args:

@@ -104,7 +104,7 @@ def export(
     """
     check(CALL, params_problems(params), example_problems(example))
     check(CALL, kept_problems(params), isa_problems(isa))
-    path = folder_path(CALL, path, overwrite=overwrite, marks=(MANIFEST,))
+    where = folder_path(CALL, path, overwrite=overwrite, marks=(MANIFEST,))
     example = Batch(example.ids, dense=example.dense)
     if has_tracked(params, example):
         got, need = "a tensor that grad or jvp follows", "plain tensors: a package has no derivative"
@@ -141,8 +141,8 @@ def export(
         (folder / MANIFEST).write_text(text_of(content))
         compare(predict, params, plain, load_package(folder, checksums=False), form.shared)
 
-    write_folder(CALL, path, write)
-    return path
+    write_folder(CALL, where, write)
+    return where
 
 
 @typed
@@ -168,10 +168,10 @@ def save_weights(
     """
     call = "funcrec.save_weights"
     check(call, params_problems(params), kept_problems(params))
-    path = folder_path(call, path, overwrite=overwrite, marks=(FILE,))
-    check(call, package_problems(path))
-    write_folder(call, path, lambda folder: write_weights(folder, named(params), version))
-    return path
+    where = folder_path(call, path, overwrite=overwrite, marks=(FILE,))
+    check(call, package_problems(where))
+    write_folder(call, where, lambda folder: write_weights(folder, named(params), version))
+    return where
 
 
 def compile_program(program: Program, path: Path, isa: str, digest: str) -> None:
@@ -332,7 +332,8 @@ def probe(
 
     def bags(at: slice) -> Batch:
         cut, by = ({n: x[at] for n, x in part.items()} for part in (ids, weights))
-        return Batch(KeyedJaggedTensor.from_lists(cut, weights=by or None), dense=None if dense is None else dense[at])
+        own = KeyedJaggedTensor.from_lists(cut, weights=by or None)
+        return Batch(own, dense=None if dense is None else dense[at])
 
     return bags
 

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
+import torch._C._aoti as _aoti
 from torch import Tensor
 
 from funcrec.checkpoint import load
@@ -229,7 +230,7 @@ def open_package(folder: Folder, threads: int, checksums: bool) -> Package:
     files = {name: folder.open(name) for name in manifest["files"] if folder.has(name)}
     check(LOAD, file_problems(folder, files, manifest["files"]))
     library.load("cpp")  # the operators of the program
-    program = torch._C._aoti.AOTIModelPackageLoader(str(files[MODEL].own_path), "model", False, threads, -1)
+    program = _aoti.AOTIModelPackageLoader(str(files[MODEL].own_path), "model", False, threads, -1)
     check(LOAD, program_problems(program.get_metadata().get("funcrec_digest"), manifest["digest"]))
     weights = read_weights(LOAD, folder, manifest["params"], checksums=checksums)
     encoding = load(files[ENCODING].own_path) if ENCODING in files else None

@@ -25,6 +25,7 @@ from funcrec.core import (
     own_errors,
     paths,
     replace,
+    sure,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -79,7 +80,7 @@ class Form(NamedTuple):
         """Return the tensors of a batch, as a program takes them."""
         ids = self.bags(batch.ids)
         dense = [] if self.dense is None else [batch.dense.contiguous()]
-        weights = [ids.weights.float().contiguous()] if self.weighted else []
+        weights = [sure(ids.weights).float().contiguous()] if self.weighted else []
         whole = [ids.values, ids.offsets, ids.inverse] if self.shared else [ids.values, ids.offsets]
         return [*dense, *(x.long().contiguous() for x in whole), *weights]
 

@@ -9,7 +9,7 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ def read_index(call: str, folder: Folder) -> tuple[OpenFile, dict[str, Placed], 
 
 def fail_damaged(
     call: str, path: Path, error: FileError, hint: str = "fr.save_weights again, or the folder's own copy"
-):
+) -> NoReturn:
     what, got, need = error.args
     fail(call, f"`{path}` {what}.", got=got, need=need, hint=hint)
 

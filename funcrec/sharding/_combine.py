@@ -21,8 +21,8 @@ from funcrec.jagged import offsets_of
 from funcrec.kernels import ops
 from funcrec.kernels.forms import Feature
 from funcrec.mesh import Codec, send
-from funcrec.sharding._lanes import Lane, Routes, places_of
-from funcrec.sharding._route import Routed
+from funcrec.sharding._lanes import Lane, Routes, most_of, places_of
+from funcrec.sharding._route import Routed, SentIds
 from funcrec.sharding.placement._layout import Bank
 from funcrec.tables import Bags, FeatureConfig, RowGrads, gather_rows, pooled_lookup
 
@@ -93,8 +93,7 @@ def _longest(routes: Routes, place: int) -> int:
 
     Bags arrive cut, so the number only bounds how many entries a gradient has.
     """
-    known = [routes.lanes[x[place]].feature.max_length for x in routes.served if x[place] >= 0]
-    return 0 if None in known else max(known)
+    return most_of(routes.lanes[x[place]].feature.max_length for x in routes.served if x[place] >= 0) or 0
 
 
 def pooled_here(
@@ -120,7 +119,7 @@ def pooled_here(
     return out
 
 
-def lane_forms(routed: Routed, routes: Routes, bank: Bank) -> list[Feature]:
+def lane_forms(routed: SentIds, routes: Routes, bank: Bank) -> list[Feature]:
     """Return the lanes of a bank, in adjacent columns, as features of a kernel.
 
     The kernel reads, for the bags of this rank, the rows at the places `sent`.
@@ -171,7 +170,7 @@ def combine(pooled: Sequence[Tensor], routed: Routed, routes: Routes, codec: Cod
     for i, lane in enumerate(routes.lanes):
         groups = {group_of[k] for _, k in at[i]}
         if len(at[i]) > MOST_ADDED and len(groups) == 1 and back[0].dtype in ADDED_ALIKE:
-            many.setdefault((*groups, lane.bank), []).append(i)
+            many.setdefault((groups.pop(), lane.bank), []).append(i)
             continue
         out[i] = functools.reduce(
             torch.add, (own_bags(back[group_of[k]][r], lane, routes.columns[k]) for r, k in at[i])

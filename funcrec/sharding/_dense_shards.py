@@ -17,6 +17,7 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.core import (
+    Movable,
     Problem,
     fail,
     float_leaf_problems,
@@ -51,7 +52,7 @@ PROBE = ((0, 1e-3), (1, 1e3), (10**6, 1e-3), (10**6 + 1, 1e3))  # (step, size of
 
 
 @pytree(static=("shape", "axes"))
-class DenseShard:
+class DenseShard(Movable):
     """A dense parameter, cut over the ranks of `axes`; `train_step(dense_axes=...)` keeps these in `state.dense`.
 
     Args:

@@ -7,7 +7,7 @@ Shapes: n ranks, C rows in a block, D dim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def read_fake(
     fake: FakeQuantizedTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
 ) -> LookupResult:
     """Return the lookup of this rank's bags in tables whose rows are rounded."""
-    dtypes, layout = dict(fake.dtypes), fake.tables.layout
+    dtypes, tables = dict(fake.dtypes), cast(Any, fake.tables)  # ShardedTables, here
 
     def rounded(routed: Any, routes: Routes, implementation: str | None) -> tuple[dict[str, Tensor], Any]:
         """Return ({bank: f[n · C, D]}, routed): the rounded rows to read instead of the banks, and where to read them.
@@ -45,8 +45,8 @@ def read_fake(
         copies = {}
         for b in routes.lanes_of_banks:
             rows = routed.rows_of(b, routes).long()
-            x = gather_rows(fake.tables.banks[b.name], rows, implementation=implementation)
-            copies[b.name] = rounded_copy(x, b, list(owners(layout, b, rows)), dtypes, fake.rounding)
+            x = gather_rows(tables.banks[b.name], rows, implementation=implementation)
+            copies[b.name] = rounded_copy(x, b, list(owners(tables.layout, b, rows)), dtypes, fake.rounding)
         places = torch.arange(routed.rows.shape[0], device=routed.rows.device)
         return copies, replace(routed, rows=torch.where(routed.rows < 0, -1, places))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import replace, value_below
+from funcrec.core import replace, sure, value_below
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_ids, offsets_of, take_ranges
 from funcrec.kernels import owners
 from funcrec.kernels.ops import Owners
@@ -111,7 +111,7 @@ def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
         banks += [bank] * most
         for r in range(n):
             served[r] += own[r] + [-1] * (most - len(own[r]))
-    most_bags = [_most_bags(lanes[own[k]] for own in served if own[k] >= 0) for k in range(len(banks))]
+    most_bags = [most_of(lanes[own[k]].num_bags for own in served if own[k] >= 0) for k in range(len(banks))]
     groups, columns = [], [0] * len(banks)
     for count in sorted(set(most_bags), key=lambda x: -(x or 0)):
         places = [k for k, x in enumerate(most_bags) if x == count]
@@ -121,9 +121,11 @@ def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
     return Routes(axes, n, tuple(lanes), tuple(map(tuple, served)), tuple(banks), tuple(columns), tuple(groups))
 
 
-def _most_bags(lanes: Iterable[Lane]) -> int | None:
-    counts = [x.num_bags for x in lanes]
-    return None if None in counts else max(counts)
+def most_of(numbers: Iterable[int | None]) -> int | None:
+    """Return the largest of one or more numbers; None if one of them is not known."""
+    given = list(numbers)
+    known = [n for n in given if n is not None]
+    return max(known) if len(known) == len(given) else None
 
 
 class ReadIds(NamedTuple):
@@ -233,7 +235,8 @@ def weight_scales(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> Tens
     bag = bag_ids(bags.offsets, bags.capacity).clamp(max=bags.num_bags - 1)
     lengths = bags.lengths.clamp(min=1).double()[bag]
     is_mean = torch.tensor([is_weighted_mean(f) for f in features], device=bag.device)[lane_of(bags, len(features))]
-    return torch.where(is_mean, bags.weights.double() / lengths, bags.weights.double())
+    weights = sure(bags.weights).double()
+    return torch.where(is_mean, weights / lengths, weights)
 
 
 def lane_bags(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> JaggedTensor:

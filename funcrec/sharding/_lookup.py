@@ -20,7 +20,7 @@ from funcrec.sharding._lanes import Lane, Routes, routes_of
 from funcrec.sharding._sequences import lane_rows, sequence_routes
 from funcrec.sharding._transport import POOLED, SEQUENCES, Steps, Transport, steps_of
 from funcrec.sharding.placement._layout import Layout
-from funcrec.tables import KINDS, FeatureConfig, LookupResult, RowGrads, sequence_rows
+from funcrec.tables import FeatureConfig, LookupResult, RowGrads, placed_as, sequence_rows
 
 Features = tuple[FeatureConfig, ...]
 Rounded = Callable[[Any, Routes, str | None], tuple[Mapping[str, Tensor], Any]]
@@ -42,7 +42,7 @@ def read_sharded(
     rounded: (routed, routes, implementation) -> the tensors to read instead of the banks, and `routed` with rows of
     these tensors.
     """
-    if (read := KINDS[tables.of].placed.read) is not None:  # features name other things than the parts of this type
+    if (read := placed_as(tables.of).read) is not None:  # features name other things than the parts of this type
         return read(replace(tables, of=dict), ids, features, implementation)
     is_sequence = features[0].pooling == "none"
     check_bound("funcrec.lookup_sequence" if is_sequence else "funcrec.lookup", tables.layout)
@@ -63,7 +63,7 @@ def read_each(
 
     It returns None for types of tables that have a `read` of their own.
     """
-    if KINDS[tables.of].placed.read is not None:
+    if placed_as(tables.of).read is not None:
         return None
     check_bound("funcrec.lookup", tables.layout)
     return read_groups(tables, ids, groups, implementation, None)

@@ -5,7 +5,7 @@ Shapes: P places of new rows, D dim.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from funcrec.mesh import axis_index
 from funcrec.optim import RowOptimizer
 from funcrec.sharding._tables import ShardedTables
 from funcrec.sharding.placement._layout import Bank, Shard
-from funcrec.tables import TableConfig, draw_of, table_keys
+from funcrec.tables import Initializer, TableConfig, draw_of, table_keys
 
 
 def renew_banks(
@@ -38,7 +38,7 @@ def renew_banks(
     rows, given, fresh, scales, begin = [], [], [], [], 0
     for i, (vocabulary, config) in enumerate(configs):
         own = new.of(vocabulary)
-        drawn = draw_of(config.initializer, config.num_embeddings, config.embedding_dim)
+        drawn = draw_of(cast(Initializer, config.initializer), config.num_embeddings, config.embedding_dim)
         for s in (layout.shards[k] for k in layout.shards_of(config.name)):
             bank = layout.banks[s.bank]
             rows.append(bank_rows(new.rows[own["rows"] : own["rows"] + own["places"]], s, bank))

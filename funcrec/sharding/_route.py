@@ -9,6 +9,7 @@ Shapes: n ranks, B bags on each, L lanes, K lanes on a rank, C rows in a block.
 """
 
 import functools
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,19 @@ from funcrec.kernels.reference_jagged import place_among
 from funcrec.mesh import all_to_all
 from funcrec.sharding._lanes import Routes, is_weighted_mean, read_ids, room_for, weight_scales
 from funcrec.sharding.placement._layout import Bank
+
+
+class SentIds(Protocol):
+    """The fields of `Routed` and `RoutedRows` about the ids that this rank sent."""
+
+    @property
+    def sent(self) -> Tensor | None: ...
+    @property
+    def own_offsets(self) -> Tensor: ...
+    @property
+    def own_weights(self) -> Tensor | None: ...
+    @property
+    def num_bags(self) -> int: ...
 
 
 @pytree(static=("num_bags",), optional=("sent", "weights", "scales", "own_weights"))
@@ -99,9 +113,9 @@ def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, place
     ends = their_lengths.cumsum(1).clamp(max=room)  # ids that found no room at their sender are in no bag here
     offsets = torch.cat([ends.new_zeros(n, 1), ends], 1) + torch.arange(n, device=device)[:, None] * room
     overflow = torch.stack([(counts - room).clamp(min=0).sum(), counts.amax()])
-    theirs = [w.flatten() for w in theirs] + [None] * (2 - len(theirs))
+    own, scales = [*(w.flatten() for w in theirs), None, None][:2]
     sent = sent if read.is_placed else None
-    return Routed(got.flatten(), offsets.flatten(), overflow, read.bounds, sent, *theirs, weights, read.num_bags)
+    return Routed(got.flatten(), offsets.flatten(), overflow, read.bounds, sent, own, scales, weights, read.num_bags)
 
 
 def sent_blocks(x: Tensor, sent: Tensor, n: int, room: int) -> Tensor:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, is_by_tree, replace
+from funcrec.core import Problem, check, is_by_tree, replace, sure
 from funcrec.mesh import Codec, send
 from funcrec.sharding._lanes import Routes, routes_of
-from funcrec.sharding._route import Routed, sent_blocks
+from funcrec.sharding._route import Routed, SentIds, sent_blocks
 from funcrec.sharding.placement._layout import Bank, Layout
 from funcrec.tables import Entries, FeatureConfig, RowGrads
 
@@ -41,15 +41,16 @@ def lane_rows(
     return out
 
 
-def lane_places(routed: Routed, lane: int, capacity: int) -> Tensor:
+def lane_places(routed: SentIds, lane: int, capacity: int) -> Tensor:
     """Return the place of each id of a lane among the n · C rows that this rank sent, i64[N].
 
     It is -1 for padding and for ids without a place.
     """
+    sent = sure(routed.sent)
     first, last = (routed.own_offsets[k * routed.num_bags] for k in (lane, lane + 1))
-    at = first + torch.arange(capacity, device=routed.sent.device)
-    most = max(routed.sent.shape[0], 1) - 1
-    return torch.where(at < last, routed.sent[at.clamp(max=most)], -1)
+    at = first + torch.arange(capacity, device=sent.device)
+    most = max(sent.shape[0], 1) - 1
+    return torch.where(at < last, sent[at.clamp(max=most)], -1)
 
 
 def send_cotangents(

@@ -11,6 +11,7 @@ from torch import Tensor
 from funcrec.core import (
     RETYPED,
     Count,
+    Movable,
     Named,
     Problem,
     check,
@@ -45,12 +46,12 @@ from funcrec.sharding._lookup import check_bound, read_each, read_sharded
 from funcrec.sharding._transport import Transport, dedup_problems, transport_of
 from funcrec.sharding.placement._layout import Layout, layout_of, own_ranks, pack, unpack
 from funcrec.sharding.placement._plan import Plan
-from funcrec.tables import KINDS, Faked, Kind, kind_of_tables, layout_in, row_problems, table_tensor_problems
+from funcrec.tables import KINDS, Faked, Kind, kind_of_tables, layout_in, placed_as, row_problems, table_tensor_problems
 
 
 @mapping(lambda tables: tables.banks, "bank", "fr.gather_tables(tables, mesh), for the tables by their names")
 @pytree(static=("layout", "transport", "whole", "of"))
-class ShardedTables(Named[Tensor]):
+class ShardedTables(Named[Tensor], Movable):
     """The tables of a plan, held as banks: `shard_tables` makes them, and `lookup` takes them inside `shard_map`.
 
     Args:
@@ -215,14 +216,14 @@ def with_banks(tables: Any, banks: dict[str, Tensor], layout: Layout, transport:
     if layout_in(tables) is not None:
         return replace(tables, banks=banks, layout=layout, transport=transport, whole=())
     of = type_placed(tables)
-    return ShardedTables(banks, layout, transport, of=of, rest=KINDS[of].placed.rest(tables))
+    return ShardedTables(banks, layout, transport, of=of, rest=placed_as(of).rest(tables))
 
 
 def own_banks(call: str, tables: Any, plan: Plan, labels: Mapping[str, Hashable]) -> dict[str, Hashable]:
     """Return the labels, with one of its own for each part that the type of `tables` reads whole."""
     of = type_placed(tables)
     check(call, whole_problems(of, plan))
-    return {**labels, **{n: ("whole", n, labels.get(n)) for n in KINDS[of].placed.whole}}
+    return {**labels, **{n: ("whole", n, labels.get(n)) for n in placed_as(of).whole}}
 
 
 def type_placed(tables: Any) -> type:
@@ -234,7 +235,7 @@ def type_placed(tables: Any) -> type:
 
 def join_parts(tables: ShardedTables, parts: dict[str, Any]) -> Any:
     """Return whole tables of the type of `tables`, made of whole parts, or of values that stand for the parts."""
-    return KINDS[tables.of].placed.joined(tables, parts)
+    return placed_as(tables.of).joined(tables, parts)
 
 
 def quantize_sharded(tables: ShardedTables, dtype: Any, key: Tensor | None) -> ShardedTables:
@@ -264,7 +265,7 @@ def rows_of_parts(tables: ShardedTables, ids: Any, features: Any) -> tuple[Shard
 
 WHOLE = 'fr.fake_quantize of rows that are whole on a rank: row_wise, table_wise, replicated; or "float32" for this one'
 KINDS[ShardedTables] = Kind(
-    lambda tables: KINDS[tables.of].placed.shapes(tables),
+    lambda tables: placed_as(tables.of).shapes(tables),
     read_sharded,
     lambda tables: KINDS[tables.of].is_trained(tables),
     any_ids=lambda tables: KINDS[tables.of].any_ids(tables.rest),
@@ -273,7 +274,9 @@ KINDS[ShardedTables] = Kind(
     layout=lambda tables: tables.layout,
     read_each=read_each,
     quantized=quantize_sharded,
-    faked=Faked(lambda tables, named: [*float_problems(tables)] or code_problems(tables, named, WHOLE), read_fake),
+    faked=Faked(
+        lambda tables, named: iter([*float_problems(tables)] or code_problems(tables, named, WHOLE)), read_fake
+    ),
     placed="fr.gather_tables(tables, mesh) first",
 )
 
@@ -331,7 +334,7 @@ def placed_problems(tables: Any) -> Iterator[Problem]:
 
 def whole_problems(of: type, plan: Plan) -> Iterator[Problem]:
     """A part that is read whole must lie whole on every rank."""
-    for n in KINDS[of].placed.whole:
+    for n in placed_as(of).whole:
         if n in dict(plan.placements) and plan[n].kind != "replicated":
             got, need = f"{plan[n].kind}", f"replicated: {of.__name__} reads all its rows on each rank"
             yield Problem(f"the plan cuts {n!r}, which is read whole.", got, need, f"{{{n!r}: fr.replicated()}}")

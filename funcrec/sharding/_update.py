@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import fail, replace
+from funcrec.core import fail, replace, sure
 from funcrec.kernels import ops
 from funcrec.kernels.reference_jagged import place_among
 from funcrec.kinds import HALF, DynamicTables, ids_of_rows, origins_of, touched_rows
@@ -182,7 +182,7 @@ def update_banks(
 
     takes: bool[], whether the step counts; None if it does. The gradient of a step that does not count has no entries.
     """
-    update = sparse.due if sparse.waiting else sparse.update
+    update = sure(sparse.due) if sparse.waiting else sparse.update
     kept = {n: {k: s for k, s in own.items() if k in sparse.waiting} for n, own in slots.items()}
     if sparse.waiting:
         grads, kept = hold(sparse, grads, kept, tables, step, takes)
@@ -223,7 +223,7 @@ def hold(
         apart = {b for names in columns.values() for b in names}
         shown = {b: b for b in tables.banks if b not in apart} | shown
         of = lambda x: {n: x[b] for n, b in shown.items() if b in x}  # noqa: B023
-        given, held = sparse.hold(of(own), of(waiting), of(tables.banks), step, takes=takes)
+        given, held = sure(sparse.hold)(of(own), of(waiting), of(tables.banks), step, takes=takes)
         due |= {shown[n]: g for n, g in given.items() if shown[n] not in due}
         kept |= {shown[n]: x for n, x in held.items() if shown[n] not in kept}
     axes = {b.name: b.axes for b in layout.banks}

@@ -43,6 +43,7 @@ from funcrec.tables._kinds import kind_of_tables as kind_of_tables
 from funcrec.tables._kinds import layout_in as layout_in
 from funcrec.tables._kinds import lookups_seen as lookups_seen
 from funcrec.tables._kinds import map_parts as map_parts
+from funcrec.tables._kinds import placed_as as placed_as
 from funcrec.tables._kinds import table_shapes as table_shapes
 from funcrec.tables._kinds import with_parts as with_parts
 from funcrec.tables._lines import HEAD as HEAD

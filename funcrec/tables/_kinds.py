@@ -128,6 +128,13 @@ def kind_of_tables(tables: object) -> Kind:
     return kind or KINDS[dict]
 
 
+def placed_as(of: type) -> Placed:
+    """Return the functions that place tables of a type. The tables were placed, so their type has these functions."""
+    placed = KINDS[of].placed
+    assert isinstance(placed, Placed)
+    return placed
+
+
 def layout_in(tables: object) -> Any:
     """Return the layout of tables on a mesh, or None for whole tables and for values that are not tables."""
     return KINDS.get(type(tables), KINDS[dict]).layout(tables)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Problem, check, describe, fail, is_tracked, pytree, tree_leaves, value_below
+from funcrec.core import PARTS, Movable, Problem, check, describe, fail, is_tracked, pytree, tree_leaves, value_below
 from funcrec.jagged import KeyedJaggedTensor, keyed_hint, keyed_parts
 from funcrec.mesh import P, is_readable
 
@@ -18,7 +18,7 @@ else:
 
 
 @pytree
-class Params:
+class Params(Movable):
     """The parameters of a loss. `tables` {name: f[R, D]} get row gradients; `dense`, a tree of floats, gets dense
     gradients.
 
@@ -41,7 +41,7 @@ class Params:
 
 
 @pytree(optional=("label", "dense", "weight"))
-class Batch:
+class Batch(Movable):
     """One batch of examples. The loaders of `funcrec.data` make batches, and the models of `funcrec.models` read them.
 
     Args:
@@ -66,6 +66,16 @@ class Batch:
     label: Given = cast(Tensor, None)
     dense: Given = cast(Tensor, None)
     weight: Tensor | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            ids: KeyedJaggedTensor,
+            label: Tensor | None = None,
+            dense: Tensor | None = None,
+            weight: Tensor | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if type(self.ids) in _DATA or any(type(x) in _DATA for x in (self.label, self.dense, self.weight)):

@@ -17,6 +17,7 @@ from torch import Tensor
 from funcrec.core import (
     Device,
     Form,
+    Movable,
     NotNegative,
     Scalar,
     Size,
@@ -72,7 +73,7 @@ class Bags:
 
 
 @pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("first", "origin", "mark"))
-class RowGrads:
+class RowGrads(Movable):
     """The gradient of one table, row by row. `to_dense` returns it as a matrix.
 
     Args:

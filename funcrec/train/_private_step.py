@@ -18,6 +18,7 @@ from torch import Tensor
 
 from funcrec.core import (
     Count,
+    Movable,
     NotNegative,
     Positive,
     Problem,
@@ -50,7 +51,7 @@ BLOCK = 1 << 16  # rows whose noise is made at once
 
 
 @pytree
-class PrivateState:
+class PrivateState(Movable):
     """A training state whose tables lack the noise that rows have not been read with yet. `flush` adds it.
 
     Args:

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Problem, describe, pytree
+from funcrec.core import PARTS, Movable, Problem, describe, pytree
 from funcrec.jagged import is_concrete
 from funcrec.tables import Params, show_dense, show_tables
 
 
 @pytree
-class TrainState:
+class TrainState(Movable):
     """Everything that a training step changes.
 
     Args:

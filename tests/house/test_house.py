@@ -49,7 +49,7 @@ TOP = {"LICENSE", "Makefile", "README.md", "bench", "funcrec", "kernels", "pypro
 PEERS = {"triton": "kernels.triton", "fbgemm_gpu": "kernels.fbgemm"}
 
 BASES = {"NamedTuple", "Protocol", "Generic", "Enum", "IntEnum", "StrEnum", "Function", "TypedDict", "Exception"}
-BASES |= {"Named"}  # no code: what type checkers know of classes that `mapping` decorates
+BASES |= {"Named", "Movable"}  # no code: what type checkers know of classes that `mapping` and `pytree` decorate
 # A donated tensor is poisoned in place, which only a subclass of Tensor can do; a mode of torch is a class.
 SUBCLASSES = {
     "Named": "Mapping",  # for type checkers alone

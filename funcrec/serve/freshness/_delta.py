@@ -127,7 +127,7 @@ def params_of(vocabulary: str, seed: int, field: str, names: Collection[str]) ->
 def id_changes(vocabulary: str, own: ChangedIds, names: Collection[str]) -> dict[str, Change]:
     """Return the changes of a vocabulary's parameters."""
     made = {"entries": Change(own.rows, own.entries), "tags": Change(own.rows, own.tags), "now": Change(None, own.now)}
-    if own.misses is not None:
+    if own.misses is not None and own.buckets is not None:  # both, or neither
         rows = own.buckets[:, None] * SLOTS + torch.arange(SLOTS, device=own.buckets.device)
         made["sketch"] = Change(rows.flatten(), own.misses.flatten())
     return {n: change for field, change in made.items() for n in params_of(vocabulary, own.seed, field, names)}

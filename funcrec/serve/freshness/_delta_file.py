@@ -91,7 +91,7 @@ def form_problems(path: Path, found: Mapping[str, Placed], params: Mapping[str, 
     for name, x in found.items():
         own = name.partition("/")[2]
         p, rows, is_whole = params.get(own), found.get(ROWS + own), WHOLE + own in found
-        n = [*rows.shape] if rows else None
+        n = [*rows.shape] if rows else []
         forms = {}
         if p and is_whole and not rows:
             forms[WHOLE + own] = (DTYPES[p["dtype"]], p["shape"])

@@ -10,12 +10,12 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, fail, is_wrapped, replace, typed
+from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, fail, is_wrapped, replace, sure, typed
 from funcrec.files import INDEX, Url, path_or_url, write_folder
 from funcrec.history import ChangedIds, ChangedRows, Delta, Logged, delta
 from funcrec.kinds import DynamicTables
@@ -133,7 +133,8 @@ def publish(
     names = [t["name"] for t in manifest["tables"]]
     check(CALL, shared_problems(manifest, names))
     there, run = Folder(where, manifest, keep, secrets.token_hex(3)), []
-    hold, seen = (UrlHold if isinstance(where, Url) else Hold)(CALL, where, there.run, manifest["digest"]), []
+    own, seen = (there.run, manifest["digest"]), []
+    hold = UrlHold(CALL, where, *own) if isinstance(where, Url) else Hold(CALL, where, *own)
 
     def write(record: Any) -> None:
         check(CALL, record_problems(record))
@@ -159,23 +160,25 @@ def publish(
 def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | None) -> Iterator[Last]:
     """Yield each due publication once it is written: a delta, whole weights, or both of one version."""
     logged = record.state if isinstance(record.state, Logged) else None
-    state = record.state if logged is None else logged.state
+    state = cast(Any, record.state if logged is None else logged.state)
     check(CALL, state_problems(state, mesh))
     mesh = mesh if layout_in(state.tables) is not None else None
     now = None if logged is None or logged.log.origin is None else (int(logged.log.version), int(logged.log.origin))
-    is_whole = now is None or last is None or last.log is None or last.log[1] != now[1] or last.log[0] > now[0]
-    count = 0 if is_whole else last.deltas + 1
+    log, before = None if last is None else last.log, None
+    if now is not None and log is not None and log[1] == now[1] and log[0] <= now[0]:
+        before = last
+    count = 0 if before is None else before.deltas + 1
     number = next_number(there.path) if record.is_chief else 0
     version = version_of(number, record.step, there.run)
-    if not is_whole:
-        changed = gathered(delta(logged, last.log[0], mesh=mesh), state.tables, mesh)
+    if before is not None:
+        changed = gathered(delta(sure(logged), sure(before.log)[0], mesh=mesh), state.tables, mesh)
         tables = state.tables if mesh is None else without_rows(state.tables, mesh)
         if record.is_chief:
             changes = changes_of(CALL, there.manifest, changed.to("cpu"), Params(tables, state.dense).to("cpu"))
             path = there.path / (version + DELTA)
-            write_file(CALL, path, there.manifest["digest"], last.version, version, changes)
+            write_file(CALL, path, there.manifest["digest"], before.version, version, changes)
         yield Last(record.step, version, now, count)
-    if is_whole or count >= there.keep:
+    if before is None or count >= there.keep:
         tables = state.tables if mesh is None else gather_tables(state.tables, mesh)
         if record.is_chief:
             changes = changes_of(CALL, there.manifest, whole(tables).to("cpu"), Params(tables, state.dense).to("cpu"))
@@ -222,8 +225,9 @@ def gathered(changed: Delta, tables: Any, mesh: Mesh | None) -> Delta:
         values = torch.cat([p.values for p in parts] or [like.new_empty(0, s.last - s.first)])
         rows, values = gathered_rows([rows, values], mesh)
         out[s.table].append(ChangedRows(rows, values, s.first, dict(tables.layout.shapes)[s.table]))
-    ids, is_part = changed.vocabularies, bool(buckets_of(tables))
-    ids = {n: gathered_ids(x, mesh) for n, x in ids.items()} if is_part else ids
+    ids = changed.vocabularies
+    if buckets_of(tables):
+        ids = {n: gathered_ids(x, mesh) for n, x in sure(ids).items()}
     return replace(changed, tables={n: tuple(x) for n, x in out.items()}, vocabularies=ids)
 
 
@@ -231,7 +235,7 @@ def gathered_ids(own: ChangedIds, mesh: Mesh) -> ChangedIds:
     """Return the changed entries of the parts of a vocabulary on all ranks."""
     rows, tags, entries = gathered_rows([own.rows, own.tags, own.entries], mesh)
     changed = replace(own, rows=rows, tags=tags, entries=entries)
-    if own.buckets is None:
+    if own.buckets is None or own.misses is None:  # both, or neither
         return changed
     buckets, misses = gathered_rows([own.buckets, own.misses], mesh)
     return replace(changed, buckets=buckets, misses=misses)

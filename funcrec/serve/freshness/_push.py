@@ -96,7 +96,8 @@ def exchange(url: str, timeout_s: float, body: bytes | None) -> tuple[int, bytes
 
     head = {"Content-Type": "application/json"}
     if url.startswith(UNIX):
-        return over_unix(*url.removeprefix(UNIX).rsplit("/", 1), timeout_s, body, head)
+        socket, path = url.removeprefix(UNIX).rsplit("/", 1)
+        return over_unix(socket, path, timeout_s, body, head)
     try:
         with build_opener(ProxyHandler({})).open(Request(url, body, head), timeout=timeout_s) as reply:
             return reply.status, reply.read(MOST)

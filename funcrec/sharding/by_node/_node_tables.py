@@ -19,7 +19,7 @@ from funcrec.mesh import coordinates, rank_at
 from funcrec.sharding._lookup import read_sharded
 from funcrec.sharding._tables import ShardedTables
 from funcrec.sharding.placement._layout import Bank, Layout
-from funcrec.tables import KINDS, Bags, FeatureConfig, Kind, LookupResult, RowGrads
+from funcrec.tables import KINDS, Bags, FeatureConfig, Kind, LookupResult, RowGrads, placed_as
 
 
 @mapping(lambda tables: tables.tables.banks, "bank")
@@ -56,13 +56,14 @@ def by_sender(grads: RowGrads, bank: Bank, axis: str, sizes: Mapping[str, int]) 
 
     A term of a pooled lookup has the bags of senders (0, l), ..., (N-1, l). Entries have no senders, and stay.
     """
-    if not all(isinstance(t, Bags) for t in grads.terms):
+    terms = [t for t in grads.terms if isinstance(t, Bags)]
+    if len(terms) < len(grads.terms):
         return replace(grads, axes=bank.axes)
     inner = [a for a in bank.axes if a != axis]
     axes = bank.axes if axis in bank.axes else (axis, *inner)
     placed = [
         (rank_at(coordinates(j, inner, sizes) | {axis: i}, axes, sizes), t)
-        for j, term in enumerate(grads.terms)
+        for j, term in enumerate(terms)
         for i, t in enumerate(of_senders(term, sizes[axis]))
     ]
     return replace(grads, terms=tuple(t for _, t in sorted(placed, key=lambda p: p[0])), axes=bank.axes)
@@ -75,4 +76,4 @@ def of_senders(term: Bags, num_nodes: int) -> list[Bags]:
     return [replace(term, d=d, features=moved(i)) for i, d in enumerate(each)]
 
 
-KINDS[NodeTables] = Kind(lambda node: KINDS[node.tables.of].placed.shapes(node.tables), read_node)
+KINDS[NodeTables] = Kind(lambda node: placed_as(node.tables.of).shapes(node.tables), read_node)

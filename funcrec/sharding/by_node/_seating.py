@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from funcrec.core import Problem, check
 from funcrec.mesh import coordinates, rank_at
-from funcrec.sharding._lanes import Lane
+from funcrec.sharding._lanes import Lane, most_of
 from funcrec.sharding.placement._layout import Bank, Layout, Shard
 from funcrec.tables import FeatureConfig
 
@@ -71,8 +71,7 @@ def seating_of(layout: Layout, towers: tuple[Features, ...], labels: tuple[int, 
     for k, place in enumerate(places):
         own = [x.get(k) for x in read]
         first = next(f for f in own if f is not None)
-        limits = [f.max_length for f in own if f is not None]
-        most = None if None in limits else max(limits)
+        most = most_of(f.max_length for f in own if f is not None)
         slots.append(
             FeatureConfig(f"{k}", table=f"{k}", pooling=first.pooling, weighted=first.weighted, max_length=most)
         )

@@ -41,12 +41,12 @@ from funcrec.sharding.by_node._node_tables import NodeTables
 from funcrec.sharding.by_node._seating import CALL, seating_of
 from funcrec.sharding.placement._layout import Layout
 from funcrec.tables import (
-    KINDS,
     FeatureConfig,
     checked_rows,
     feature_list_problems,
     layout_in,
     lookup,
+    placed_as,
     plain_tables,
 )  # fmt: skip
 
@@ -186,8 +186,8 @@ def features_of(towers: Iterable[Tower]) -> list[FeatureConfig]:
 def interaction(tower: Tower, params: tuple[Any, Any], x: Tensor) -> Tensor:
     """Return the layer's output for pooled vectors f[M, ΣD]; params: the layer's, and a key in training, else ()."""
     own, key = params
-    is_training = isinstance(key, Tensor) and tower.layer.train_apply is not None
-    y = tower.layer.train_apply(own, x, key)[0] if is_training else tower.layer.apply(own, x)
+    train, is_training = tower.layer.train_apply, isinstance(key, Tensor)
+    y = train(own, x, key)[0] if is_training and train is not None else tower.layer.apply(own, x)
     if not isinstance(y, Tensor) or y.dim() != 2 or y.shape[0] != x.shape[0]:
         got, need = f"{describe(y)} for pooled vectors {describe(x)}", "f[B, W], with a row for each bag"
         fail(CALL, "a tower's layer returned no row for each bag.", got=got, need=need)
@@ -269,7 +269,7 @@ def name_problems(towers: Mapping[str, Tower]) -> Iterator[Problem]:
 
 
 def kind_problems(tables: Any) -> Iterator[Problem]:
-    if not isinstance(tables, ShardedTables) or KINDS[tables.of].placed.read is not None:
+    if not isinstance(tables, ShardedTables) or placed_as(tables.of).read is not None:
         of = type(tables).__name__ if not isinstance(tables, ShardedTables) else f"sharded {tables.of.__name__}"
         hint = "axis=None, which reads them by plain lookups"
         yield Problem(

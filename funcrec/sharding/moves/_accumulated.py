@@ -9,7 +9,7 @@ Shapes: k steps whose gradients wait, C places, n parts, D dim, w columns of a b
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -119,7 +119,8 @@ def room_of(layout: Layout, table: str, rows: Tensor) -> int:
     for bank in {layout.shards[i].bank for i in layout.shards_of(table)}:
         for rank in range(layout.banks[bank].num_ranks):
             counts = [(k != NONE).sum(1) for _, k in keys_of(layout, bank, rank, table, rows)]
-            most = max([most, *([int(value_below(sum(counts)).max())] if counts else [])])
+            if counts:
+                most = max(most, int(value_below(torch.stack(counts).sum(0)).max()))
     return most
 
 
@@ -194,7 +195,7 @@ def waiting_problems(name: str, slots: Mapping[str, Any]) -> Iterator[Problem]:
     """Report a table or bank with one of the slots of waiting gradients, or with a slot of a wrong dtype or shape."""
     if not any(k in slots for k in WAITING):
         return
-    rows, grads = (slots.get(k) for k in WAITING)
+    rows, grads = (cast(Any, slots.get(k)) for k in WAITING)
     is_own = all(hasattr(x, "dtype") and hasattr(x, "shape") for x in (rows, grads))
     if not is_own or rows.dtype != torch.int64 or len(rows.shape) != 2 or tuple(grads.shape[:-1]) != tuple(rows.shape):
         what = f"the gradients that wait for {name!r} (`optim.accumulate`) are not whole."

@@ -146,9 +146,9 @@ def send_rows(old: Layout, leaves: Leaves, new: Layout, banks: Leaves, mesh: Mes
     for i in range(max(map(len, rounds.values()), default=0)):
         now = lambda s, d: rounds[s, d][i] if i < len(rounds.get((s, d), ())) else []  # noqa: B023
         going, coming = [now(me, r) for r in range(mesh.size)], [now(r, me) for r in range(mesh.size)]
-        sizes = [[sum(p.num_bytes for p in own) for own in way] for way in (coming, going)]
+        here, there = ([sum(p.num_bytes for p in own) for own in way] for way in (coming, going))
         sent = [as_bytes(p.cell.source.of(leaves, p.cell.leaf, p.first, p.last)) for own in going for p in own]
-        got = swap_bytes(sent, *sizes, mesh)
+        got = swap_bytes(sent, here, there, mesh)
         pieces = [p for own in coming for p in own]
         for p, x in zip(pieces, got.split([p.num_bytes for p in pieces]), strict=True):
             put(banks, p, x)

@@ -180,7 +180,7 @@ def blank(shape: Sequence[int], like: Sequence[Tensor]) -> Tensor:
     none = [x.flatten()[:0].sum() for x in like if is_tracked(x)]
     if batched or none:
         return sum([*batched, *none], torch.zeros(shape, dtype=like[0].dtype, device=like[0].device))
-    return empty_table(shape, dtype=like[0].dtype, device=like[0].device).zero_()
+    return empty_table(tuple(shape), dtype=like[0].dtype, device=like[0].device).zero_()
 
 
 def unpack(layout: Layout, banks: Mapping[str, Tensor], table: str) -> Tensor:
