@@ -5,7 +5,7 @@ EmbeddingBagConfig(name, shape, data_type, init_fn, feature_names, pooling)
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -124,7 +124,7 @@ def initializer_of(call: str, config: Any) -> Initializer:
     )  # fmt: skip
 
 
-def init_of(initializer: Callable) -> dict[str, Any]:
+def init_of(initializer: Any) -> dict[str, Any]:
     """Return the fields of TorchRec's config that draw the distribution of the initializer."""
     own, scale = torch.nn.init, initializer.scale
     match initializer.kind:
@@ -134,7 +134,7 @@ def init_of(initializer: Callable) -> dict[str, Any]:
             return {"init_fn": partial(own.normal_, mean=0.0, std=scale)}
         case "xavier_normal":
             return {"init_fn": own.xavier_normal_}
-        case "constant":
+        case _:  # "constant"
             return {"init_fn": partial(own.constant_, val=scale)}
 
 
@@ -221,7 +221,7 @@ def order_problems(known: Sequence[str], features: Sequence[FeatureConfig]) -> I
                       "the tables of these features")  # fmt: skip
 
 
-def pair_of(x: Any) -> tuple | None:
+def pair_of(x: Any) -> tuple[tuple[TableConfig, ...], tuple[FeatureConfig, ...]] | None:
     """Return x as (tables, features); None if x is not such a pair."""
     is_list = lambda own, kind: isinstance(own, Sequence) and all(isinstance(c, kind) for c in own)
     if isinstance(x, tuple | list) and not isinstance(x, Mapping) and len(x) == 2:

@@ -9,12 +9,12 @@ R rows for ids and one of unknown ids in a table here; D dim.
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, replace
+from funcrec.core import Problem, check, describe, replace, sure
 from funcrec.interop._configs import from_configs
 from funcrec.interop._places import is_optimizer, table_of
 from funcrec.kinds import (
@@ -34,8 +34,13 @@ STATE = re.compile(r"(?:^|\.)([^.]+)\.(_mch_\w+|_hash_zch_\w+|_output_segments_t
 IDS, ROWS, COUNTS, LAST = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_mch_counts", "_mch_last_access_iter"
 NOW, SEGMENTS, HASHED = "_current_iter_tensor", "_output_segments_tensor", "_hash_zch_identities"
 FREE = torch.iinfo(torch.int64).max  # the id of a place without one
-KNOWN = {"lru": (LAST,), "lfu": (COUNTS,), "distance_lfu": (COUNTS, LAST)}  # what the policies need
-POLICIES = {"LRU_EvictionPolicy": "lru", "LFU_EvictionPolicy": "lfu", "DistanceLFU_EvictionPolicy": "distance_lfu"}
+# What the policies need, and their names in TorchRec.
+KNOWN: dict[Any, tuple[str, ...]] = {"lru": (LAST,), "lfu": (COUNTS,), "distance_lfu": (COUNTS, LAST)}
+POLICIES: dict[str, Any] = {
+    "LRU_EvictionPolicy": "lru",
+    "LFU_EvictionPolicy": "lfu",
+    "DistanceLFU_EvictionPolicy": "distance_lfu",
+}
 
 Load = Callable[..., Any]  # a state and a state dict -> a state, or a state dict
 
@@ -56,7 +61,7 @@ def from_managed(call: str, module: Any) -> dict[str, VocabularyConfig]:
 
 
 def vocabulary_config(t: TableConfig, module: Any, features: list[FeatureConfig]) -> VocabularyConfig:
-    items, initializer = items_of(module.state_dict()), t.initializer
+    items, initializer = items_of(module.state_dict()), cast(Initializer, t.initializer)
     policy, capacity = POLICIES[type(module._eviction_policy).__name__], -(-5 * t.num_embeddings // 4)
     make = lambda: vocabulary(capacity, policy=policy, unknown=1, device=items["ids"].device)
     while (vocabulary_of(make(), items)[1][: items["count"]] < 0).any():  # a bucket is full
@@ -120,7 +125,7 @@ def managed_like(
         plain[n] = theirs.index_put((source,), t[at])
     out = to(replace(state, tables=plain), rest)
     return {k: out[k] if k in out else new[part[1]][part[2]].to(x.device, copy=True)
-            for k, x in like_dict.items() for part in [STATE.search(k)]}  # fmt: skip
+            for k, x in like_dict.items() for part in [cast(re.Match, STATE.search(k))]}  # fmt: skip
 
 
 def managed_slots_like(
@@ -139,7 +144,7 @@ def managed_slots_like(
 def of_module(call: str, state: Any, module: Mapping | None) -> dict[str, dict[str, Any]]:
     """Return {table: the state of its module}, which has exactly the ids of the vocabularies of `state`."""
     check(call, optimizer_problems(state, module))
-    managed, rest = apart(module)
+    managed, rest = apart(sure(module))
     check(call, managed_problems(state.tables, managed, rest))
     of_table = vocabularies_of(state.tables)
     for n, own in managed.items():
@@ -239,7 +244,7 @@ def module_problems(table: str, module: Any) -> Iterator[Problem]:
         hint = "an empty fr.vocabulary(capacity), whose ids come from a dict of ids and rows with fr.vocabulary_of"
         yield Problem(f"the module of table {table!r} has no counterpart.", got, need, hint, TypeError)
         return
-    policy = module._eviction_policy
+    policy = cast(Any, module)._eviction_policy
     if type(policy).__name__ not in POLICIES:
         need, hint = f"one of {list(POLICIES)}", "fr.vocabulary(capacity, policy=score_fn, unknown=1)"
         yield Problem(

@@ -13,19 +13,20 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import UninitializedTensorMixin
 
-from funcrec.core import Problem, check, describe, kind_of, random, tree_problems
+from funcrec.core import Problem, check, describe, kind_of, random, sure, tree_problems
 from funcrec.jagged import is_concrete
 from funcrec.nn import dropout
 
 CALL = "funcrec.interop.module"
 # the key of the running call, and a counter of the call's draws
-DRAWS: ContextVar[tuple[Tensor, Iterator[int]]] = ContextVar("draws")
+DRAWS: ContextVar[tuple[Tensor | None, Iterator[int]]] = ContextVar("draws")
 ABSENT: tuple = (object(), [])  # this stands for a missing attribute
 COLLECTIONS = (dict, list, set, collections.deque)
 OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}  # the last two hold an LSTM's parameters
@@ -132,7 +133,7 @@ def hollow(nn_module: nn.Module) -> nn.Module:
 def draw_from_keys(nn_module: nn.Module) -> None:
     for part in nn_module.modules():
         if type(part) is nn.Dropout:
-            part.forward = keyed_dropout(part)
+            cast(Any, part).forward = keyed_dropout(part)
 
 
 def keyed_dropout(part: nn.Dropout) -> Callable[[Tensor], Tensor]:
@@ -142,7 +143,7 @@ def keyed_dropout(part: nn.Dropout) -> Callable[[Tensor], Tensor]:
         if not part.training or part.p == 0:
             return x
         key, count = DRAWS.get()
-        return dropout(x, random.fold_in(key, next(count)), part.p)
+        return dropout(x, random.fold_in(sure(key), next(count)), part.p)
 
     return forward
 
@@ -208,7 +209,7 @@ def module_problems(x: object) -> Iterator[Problem]:
         yield Problem("`nn_module` is not a module.", describe(x), "a torch.nn.Module", hint, TypeError)
         return
     lazy = [n for n, p in itertools.chain(x.named_parameters(), x.named_buffers())
-            if isinstance(p, nn.parameter.UninitializedTensorMixin)]  # fmt: skip
+            if isinstance(p, UninitializedTensorMixin)]  # fmt: skip
     if lazy:
         yield Problem("`nn_module` has parameters of no shape yet.", f"{lazy}", "parameters with shapes",
                       "nn_module(example), once", TypeError)  # fmt: skip

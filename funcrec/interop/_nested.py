@@ -1,6 +1,7 @@
 """Converts torch's nested tensors of layout jagged, which have the same values and offsets as a JaggedTensor."""
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def from_nested(x: Tensor) -> JaggedTensor:
       JaggedTensor([[1, 2], [7]], values=i64[3])
     """
     check("funcrec.interop.from_nested", nested_problems(x))
-    return JaggedTensor.from_offsets(x.values(), x.offsets())
+    return JaggedTensor.from_offsets(x.values(), cast(Any, x).offsets())
 
 
 @typed
@@ -55,7 +56,7 @@ def to_nested(x: JaggedTensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(x.values, x.offsets)
 
 
-def nested_problems(x: object) -> Iterator[Problem]:
+def nested_problems(x: Any) -> Iterator[Problem]:
     hint = "torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)"
     if not isinstance(x, Tensor) or not x.is_nested:
         yield Problem("`x` is not a nested tensor.", describe(x), "layout torch.jagged", hint, TypeError)

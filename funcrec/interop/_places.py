@@ -9,7 +9,7 @@ features, D dim.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ def find_places(
     return found, problems
 
 
-def table_of(name: str, tables: Mapping[str, Tensor]) -> str | None:
+def table_of(name: str, tables: Collection[str]) -> str | None:
     """Return the table whose rows the name holds; None if there is no such table.
 
     The name is a path in a collection, or `table.weight` as in a fused optimizer.
@@ -127,7 +127,7 @@ def aliases(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     own = {"top": "mlp", "out": "out"}
     if any(OF_CROSS in n for n in names):
         own = {"top": "top", "out": f"top.linear.{sum(OF_TOP in n and n.endswith('.weight') for n in names)}"}
-    called = {n: (n,) for n in names}
+    called: dict[str, tuple[str, ...]] = {n: (n,) for n in names}
     for n in names:
         for pattern, ours in RENAMES:
             changed, count = re.subn(pattern, ours.format(**own), n)

@@ -60,7 +60,8 @@ def from_fbgemm(
     """
     call = "funcrec.interop.from_fbgemm"
     check(call, layout_problems(forms, layout), row_problems(rows, forms, layout))
-    return QuantizedTables({n: our_rows(call, n, rows[n], b, d, layout) for n, b, d in forms}, tuple(map(tuple, forms)))
+    own = {n: our_rows(call, n, rows[n], b, d, layout) for n, b, d in forms}
+    return QuantizedTables(own, tuple((n, b, d) for n, b, d in forms))
 
 
 @typed
@@ -189,8 +190,8 @@ def quantised_like(call: str, q: QuantizedTables, like_dict: Mapping[str, Any]) 
 
 def placed_names(call: str, forms: Sequence[tuple[str, int, int]], held: Mapping[str, Any]) -> dict[str, str]:
     """Return {table: its name in a state dict}. It ignores buffers of a TBE."""
-    tables = {n: None for n, _, _ in forms}
-    names = {table_of(n, tables): n for n in held if table_of(n, tables) is not None}
+    tables = {n for n, _, _ in forms}
+    names = {table: n for n in held if (table := table_of(n, tables)) is not None}
     known = {n + part for n in names.values() for part in ("", *QPARAMS)}
     check(call, place_problems(forms, names, [n for n in held if n not in known and ".tbes." not in f".{n}"]))
     check(call, *(weight_problems(names[n], held, bits, dim) for n, bits, dim in forms))

@@ -40,7 +40,7 @@ def parts_of(x: Any) -> Parts | None:
         shards = [(tuple(s.metadata.shard_offsets), s.tensor.detach().view(tuple(s.metadata.shard_sizes)))
                   for s in x.local_shards()]  # fmt: skip
         return Parts(torch.Size(x.metadata().size), shards, x._process_group)
-    local = x.to_local() if hasattr(x, "to_local") else None
+    local: Any = x.to_local() if hasattr(x, "to_local") else None
     if hasattr(local, "local_shards"):
         cut = next(i for i, p in enumerate(x.placements) if p.is_shard())
         offsets = [tuple(o) for o in local.local_offsets()]
@@ -108,7 +108,7 @@ def joined(theirs: dict[str, dict[str, Any]], group: Any) -> dict[str, dict[str,
     form = lambda x: (shape_of(x), x.dtype, first_device(x)) if hasattr(x, "dtype") else x
     of_all = say({n: {k: form(x) for k, x in own.items()} for n, own in theirs.items()}, Ranks.of_group(group))
     every = {n: own for rank in of_all for n, own in rank.items()}
-    there = lambda x: Elsewhere(*x, group) if isinstance(x, tuple) else x
+    there = lambda x: Elsewhere(x[0], x[1], x[2], group) if isinstance(x, tuple) else x
     return {n: theirs.get(n, {k: there(x) for k, x in own.items()}) for n, own in every.items()}
 
 

@@ -10,7 +10,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -58,18 +58,19 @@ SLOTS = {
     "last": ("prev_iter",),
 }
 COUNTS = ("step", "iter")  # counters of steps, in place of TrainState.step
+State = TypeVar("State", Params, TrainState, QuantizedTables)
 
 
 @typed
 def load_torchrec_state_dict(
-    state: Params | TrainState | QuantizedTables,
+    state: State,
     state_dict: Mapping[str, Any],
     *,
     features: Sequence[FeatureConfig] | None = None,
     step: Size | None = None,
     group: dist.ProcessGroup | None = None,
     module: Mapping[str, Any] | None = None,
-) -> Params | TrainState | QuantizedTables:
+) -> State:
     """Return `state` with the numbers of a TorchRec state dict, which a module or an optimizer made.
 
     Args:
@@ -117,30 +118,30 @@ def load_torchrec_state_dict(
       >>> torch.allclose(ours.values, theirs.values())
       True
     """
-    call = "funcrec.interop.load_torchrec_state_dict"
-    if isinstance(state, QuantizedTables):
+    call, own = "funcrec.interop.load_torchrec_state_dict", cast(Any, state)
+    if isinstance(own, QuantizedTables):
         check(call, dict_problems(state_dict, "state_dict"), rest_problems(features, step, group))
-        return load_quantised(call, state, state_dict)
+        return load_quantised(call, own, state_dict)
     check(call, dict_problems(state_dict, "state_dict"))
-    if isinstance(state.tables, DynamicTables):
+    if isinstance(own.tables, DynamicTables):
         check(call, tracked_problems(state_dict))
         load = functools.partial(load_torchrec_state_dict, features=features, step=step, group=group)
-        return load_managed(call, state, state_dict, module, load)
+        return load_managed(call, own, state_dict, module, load)
     check(call, unmanaged_problems(state_dict, module))
-    check(call, state_problems(state), step_problems(state, step), tracked_problems(state_dict))
+    check(call, state_problems(own), step_problems(own, step), tracked_problems(state_dict))
     check(call, () if features is None else feature_list_problems(features))
     if is_optimizer(state_dict):
-        check(call, trained_problems(state))
-        theirs = {n: stated(own) for n, own in state_dict["state"].items()}
-        return load_optimizer(call, state, theirs if group is None else joined(theirs, group), step)
-    places, problems = find_places(list(state_dict), state.tables, state.dense)
+        check(call, trained_problems(own))
+        theirs = {n: stated(x) for n, x in state_dict["state"].items()}
+        return load_optimizer(call, own, theirs if group is None else joined(theirs, group), step)
+    places, problems = find_places(list(state_dict), own.tables, own.dense)
     check(call, problems, *(shape_problems(p, shape_of(state_dict[p.name]), p.ours.shape) for p in places))
-    check(call, order_problems(state_dict, state, features))
-    new = {p.at: loaded(call, p, state_dict[p.name], p.ours, dim_of(state)) for p in places}
-    leaves, structure = tree_flatten(state.dense)
-    tables = {name: new[name] for name in state.tables}
-    state = replace(state, tables=tables, dense=tree_unflatten([new[i] for i in range(len(leaves))], structure))
-    return state if step is None else replace(state, step=torch.full_like(state.step, step))
+    check(call, order_problems(state_dict, own, features))
+    new = {p.at: loaded(call, p, state_dict[p.name], p.ours, dim_of(own)) for p in places}
+    leaves, structure = tree_flatten(own.dense)
+    tables = {name: new[name] for name in own.tables}
+    own = replace(own, tables=tables, dense=tree_unflatten([new[i] for i in range(len(leaves))], structure))
+    return own if step is None else replace(own, step=torch.full_like(own.step, step))
 
 
 @typed
@@ -190,7 +191,7 @@ def to_torchrec_state_dict(
     check(call, state_problems(state), unmanaged_problems(like_dict, module))
     if is_optimizer(like_dict):
         check(call, trained_problems(state))
-        made = {"state": optimizer_like(call, state, like_dict["state"])}
+        made = {"state": optimizer_like(call, cast(TrainState, state), like_dict["state"])}
         return {**{k: copy.deepcopy(v) for k, v in like_dict.items() if k != "state"}, **made}
     places, problems = find_places(list(like_dict), state.tables, state.dense)
     check(call, problems, *(shape_problems(p, shape_of(like_dict[p.name]), p.ours.shape) for p in places))
@@ -236,7 +237,8 @@ def match_optimizer(
     """Return ([(place, slot, TorchRec's name of the slot)], the counts of steps that the state dict gives)."""
     named = {n: own for n, own in theirs.items() if own}
     mentioned = {table_of(n, state.tables) for n in named}
-    wanted = {n: t for n, t in state.tables.items() if n in mentioned or (all_of_tables and state.slots.get(n))}
+    tables: dict[str, Tensor] = state.tables
+    wanted = {n: t for n, t in tables.items() if n in mentioned or (all_of_tables and state.slots.get(n))}
     places, problems = find_places(list(named), wanted, state.dense, all_of_dense=False)
     check(call, problems)
     leaves, _ = dense_states(state)
@@ -244,7 +246,7 @@ def match_optimizer(
     said: set[int] = set()
     for place in places:
         own, is_table = named[place.name], isinstance(place.at, str)
-        ours = state.slots[place.at] if is_table else leaves[place.at]
+        ours = state.slots[place.at] if isinstance(place.at, str) else leaves[place.at]
         left = dict.fromkeys(own)
         for slot, x in ours.items():
             names = SLOTS.get(slot, ()) if is_table else (slot,)  # slots of a dense leaf: names of torch.optim

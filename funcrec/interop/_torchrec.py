@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from funcrec.core import PARTS, check, describe, fail, kind_of, typed
 from funcrec.interop._configs import from_configs, pair_of, to_configs
@@ -70,7 +70,7 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
         column=None),)
     """
     call = "funcrec.interop.from_torchrec"
-    theirs = sys.modules.get("torchrec")  # a caller with a value of TorchRec has imported TorchRec
+    theirs: Any = sys.modules.get("torchrec")  # a caller with a value of TorchRec has imported TorchRec
     if theirs is not None:
         own = theirs.sparse.jagged_tensor
         for name, made in FROM.items():
@@ -162,5 +162,5 @@ def to_torchrec(
         check(call, PARTS[type(x)](x, "x"))
     need_torchrec(call)
     if pair is not None:
-        return to_configs(call, *pair, weighted)
-    return {k: to_torchrec(v) for k, v in x.items()} if made is None else made(x)
+        return to_configs(call, pair[0], pair[1], weighted)
+    return {k: to_torchrec(v) for k, v in cast(Any, x).items()} if made is None else made(x)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import fail, replace
+from funcrec.core import fail, replace, sure
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, is_concrete, unweighted_places
 
 
@@ -45,7 +45,7 @@ def to_keyed_jagged_tensor(x: KeyedJaggedTensor) -> Any:
         more["stride_per_key_per_rank"] = [[x.bags_of(k)] for k in x.keys]
     if x.inverse is not None:
         more["inverse_indices"] = (list(x.keys), x.inverse)
-    weights = x.weights if not x.unweighted else torch.where(unweighted_places(x), 1, x.weights)
+    weights = x.weights if not x.unweighted else torch.where(unweighted_places(x), 1, sure(x.weights))
     return theirs.KeyedJaggedTensor(list(x.keys), x.values, weights, offsets=x.offsets, **more)
 
 
@@ -79,7 +79,7 @@ def offsets_in(call: str, x: Any) -> Tensor:
         if is_concrete(lengths) and is_concrete(offsets)
         else offsets.shape[0] == lengths.shape[0] + 1
     )
-    if not agree:  # some operators of TorchRec make views of bags with gaps
+    if lengths is not None and not agree:  # some operators of TorchRec make views of bags with gaps
         got, need = f"lengths {lengths.tolist()}, offsets {offsets.tolist()}", "lengths == offsets.diff()"
         hint = "KeyedJaggedTensor(keys, values, weights, lengths=lengths), without offsets"
         fail(call, "`x` has lengths that differ from its offsets.", got=got, need=need, hint=hint)
