@@ -10,16 +10,17 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrec.kernels.memory import is_mapped
 
-_address = torch._C._storage_address
+_address = torch._C._storage_address  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
 _num_holders = torch._C._storage_Use_Count
-_uses, _requires_grad = Tensor._use_count, operator.attrgetter("requires_grad")
+_uses = Tensor._use_count  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Hold(NamedTuple):
@@ -87,7 +88,7 @@ def alone(leaves: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _expected(mine: dict[int, Tensor]) -> int:
+def _expected(mine: dict[int, Any]) -> int:
     """Return the count of a storage whose only holders are these tensors and the unnamed bases of these tensors."""
     views = [x for x in mine.values() if x._base is not None and id(x._base) not in mine]
     num_views = Counter(x._base._cdata for x in views)

@@ -233,7 +233,8 @@ def guard(tensors: list[Tensor]) -> Any:
     """
     from torch._C._dynamo.guards import TensorGuards
 
-    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    sizes: list[Any] = [list(x.shape) for x in tensors]
+    strides: list[Any] = [list(x.stride()) for x in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 

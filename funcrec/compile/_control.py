@@ -8,7 +8,7 @@ parts of its program (`_parts`), and the program reads the predicate when it run
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -67,10 +67,10 @@ def cond(pred: Any, true_fn: Callable[..., T], false_fn: Callable[..., T], *args
         taken, other = (as_tensors(run(call, fn, *args)) for fn in (true_fn, false_fn))
         return selected(call, pred, taken, other)
     leaves, structure = fast_flatten(args)
-    flat = [Flattened(call, fn, leaves, structure) for fn in (true_fn, false_fn)]
+    yes, no = (Flattened(call, fn, leaves, structure) for fn in (true_fn, false_fn))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    out = cond_flat(pred, *flat, tensors)
-    return flat[0].restored(out)
+    out = cond_flat(pred, yes, no, tensors)
+    return yes.restored(out)
 
 
 @typed
@@ -128,7 +128,7 @@ def loop(call: str, cond_fn: Callable, body_fn: Callable, init: Any) -> Any:
         if not more:
             return carry
         new = next_carry(call, body_fn, carry)
-        carry = selected(call, going, new, carry) if batched else new
+        carry = selected(call, cast(Tensor, going), new, carry) if batched else new
 
 
 @typed
@@ -172,7 +172,7 @@ def is_form(pred: Tensor) -> bool:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def bound_problems(name: str, x: object) -> Iterator[Problem]:
+def bound_problems(name: str, x: Any) -> Iterator[Problem]:
     is_tensor = isinstance(x, Tensor) and x.dim() == 0
     is_one = is_tensor and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
     if not is_one and (isinstance(x, bool) or not isinstance(x, int)):

@@ -7,7 +7,7 @@ last exchange on each path. That exchange has begun when `read_ahead` returns, a
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from funcrec.compile._split_step import (
     sending_part,
     tensors,
 )
-from funcrec.core import fail, fast_flatten, map_tensors
+from funcrec.compile._writes import arguments, outputs_of
+from funcrec.core import fail, fast_flatten, map_tensors, sure
 from funcrec.mesh import AWAIT, LEAVES
 
 
@@ -74,19 +75,19 @@ def cut_stale(
     apart = map_tensors(Tensor.detach, tables)  # The tables may be tensors of the state.
     traced = operations(call, fn, {"state": state, "tables": apart, "batch": batch})
     first, behind = len(fast_flatten(state)[0]), len(fast_flatten((state, tables))[0])
-    inputs = list(traced.places.values())
+    inputs, whole = list(traced.places.values()), sure(traced.graph)
     of_state = [n for i, n in traced.places.items() if i < first]
     of_tables = [n for i, n in traced.places.items() if first <= i < behind]
     others = [n for i, n in traced.places.items() if i >= behind]
-    routed = crossing_nodes(traced.graph.graph, {*of_state, *of_tables})
-    outputs = next(iter(traced.graph.graph.find_nodes(op="output"))).args[0]
-    found = lines_of(call, traced.graph.graph, set(of_state), set(of_tables), {*inputs, *routed}, outputs)
+    routed = crossing_nodes(whole.graph, {*of_state, *of_tables})
+    outputs = outputs_of(whole.graph)
+    found = lines_of(call, whole.graph, set(of_state), set(of_tables), {*inputs, *routed}, outputs)
     awaited = [next(iter(n.users)) for n in found.last]
-    operands = [n.args[0] for n in found.last]
+    operands = [arguments(n)[0] for n in found.last]
     captured, static = traced.captured, traced.static
-    sending = sending_part(call, traced.graph, others, routed, groups)
-    looking = part_of(traced.graph, [*of_tables, *others, *routed], [*operands, *found.given])
-    remaining = part_of(traced.graph, [*of_state, *others, *routed, *awaited, *found.given], outputs)
+    sending = sending_part(call, whole, others, routed, groups)
+    looking = part_of(whole, [*of_tables, *others, *routed], [*operands, *found.given])
+    remaining = part_of(whole, [*of_state, *others, *routed, *awaited, *found.given], outputs)
 
     def ahead(batch):
         with torch.no_grad():
@@ -110,7 +111,8 @@ def cut_stale(
         made = read(tables, batch, routed)
         sent, given = made[: len(operands)], made[len(operands) :]
         # The exchanges begin outside any program, because a program would have to await an exchange that it begins.
-        return RowsAhead(sent, [n.target(x, *n.args[1:]) for n, x in zip(found.last, sent, strict=True)], given)
+        begun = [cast(Any, n.target)(x, *n.args[1:]) for n, x in zip(found.last, sent, strict=True)]
+        return RowsAhead(sent, begun, given)
 
     def rest(state, batch, routed, looked):
         return compute(state, batch, routed, [*map(AWAIT, looked.begun), *looked.given])

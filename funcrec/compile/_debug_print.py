@@ -148,7 +148,7 @@ def parsed(text: str, args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Te
             value = value_of(field, place, args, kwargs)
             spec = "".join(
                 part + ("" if inner is None else f"{value_of(inner, place, args, kwargs)}")
-                for part, inner, *_ in FORMAT.parse(spec)
+                for part, inner, *_ in FORMAT.parse(spec or "")
             )
             problems += field_problems(field, value, spec, conversion)
             if isinstance(value, Tensor):

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from funcrec.core import DonatedError, Problem, fail, message, tree_leaves
 
-GONE = torch.empty((), dtype=torch.uint1)  # the memory of a taken tensor: no operation reads this dtype
+# The memory of a taken tensor: no operation reads this dtype, which torch's stubs lack.
+GONE = torch.empty((), dtype=torch.uint1)  # pyright: ignore[reportAttributeAccessIssue]
 _taking = threading.Lock()
 
 

@@ -8,8 +8,8 @@ between, in the memory of the donated leaves.
 """
 
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -66,7 +66,7 @@ def cut_early(whole: GraphModule, inputs: dict[int, Node], donated: Iterable[int
 def is_one_of(names: Sequence[str], node: Node) -> bool:
     if node.op != "call_function" or twin(node.target) is None:
         return False
-    return node.target._schema.name.partition("::")[2] in names
+    return cast(Any, node.target)._schema.name.partition("::")[2] in names
 
 
 def first_puts(nodes: list[Node]) -> list[Node]:
@@ -161,7 +161,7 @@ def is_one(writer: Node) -> bool:
     return isinstance(writer.meta["val"], torch.Tensor)
 
 
-def call(graph: Graph, target: object, arguments: tuple[Any, ...], value: object) -> Node:
+def call(graph: Graph, target: Callable[..., Any], arguments: tuple[Any, ...], value: object) -> Node:
     node = graph.call_function(target, arguments)
     node.meta["val"] = value
     return node

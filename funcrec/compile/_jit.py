@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from funcrec.core import (
     leaf_paths,
     message,
     structure_key,
+    sure,
     typed,
 )
 from funcrec.mesh import alone, others_changed, staged
@@ -302,7 +303,7 @@ class Jitted(Generic[A, R]):
         if self.donate and torch.cuda.is_initialized():
             leaves = bring_to_cuda(leaves)
         here = (tuple(bound.arguments), structure, structure_key(structure), surroundings())
-        entry, _ = program.staged(leaves, here)
+        entry = sure(program.staged(leaves, here)[0])  # without a program, it would have raised
 
         (key,) = program.compiled
 
@@ -337,7 +338,7 @@ class Jitted(Generic[A, R]):
             entry = self.compiled.get(key)
             if entry is None or not entry.is_current():
                 if self.is_one and self.compiled:
-                    refuse_other(self.name, *self.compiled, key)
+                    refuse_other(self.name, next(iter(self.compiled)), key)
                 names, structure, *_ = here
                 before = staged.set("" if self.is_one else self.name)
                 try:
@@ -378,12 +379,12 @@ class Jitted(Generic[A, R]):
         problem = Problem("a jitted function has no such attribute.", got, need, hint)
         raise AttributeError(message("funcrec.jit", [problem]))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[Any, ...]:
         if self.is_one:
             got, need = "a program of `lower`", "fr.jit(fn), which pickles, and compiles where it is loaded"
             fail(f"funcrec.jit({self.name}).lower", "a program does not pickle.", got=got, need=need, kind=TypeError)
         name = getattr(self.fn, "__qualname__", "")
-        found = sys.modules.get(getattr(self.fn, "__module__", None))
+        found = cast(Any, sys.modules.get(getattr(self.fn, "__module__", "")))
         for part in name.split("."):
             found = getattr(found, part, None)
         return name if found is self else (Jitted, (self.fn, self.donate, self.static))

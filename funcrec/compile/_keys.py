@@ -61,7 +61,7 @@ def refuse_other(name: str, lowered: tuple, now: tuple) -> None:
     fail(f"funcrec.jit({name}).lower", what, got=got, need=need, hint=hint, kind=TypeError)
 
 
-def show_key(key: tuple) -> str:
+def show_key(key: Any) -> str:
     """Return a text that shows a leaf, from the leaf's key."""
     if len(key) > 2 and isinstance(key[1], torch.Size):
         place = "" if key[3].type == "cpu" else f" on {key[3]}"

@@ -27,8 +27,7 @@ class Method:
         return getattr(self.__func__, name)
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Method) and self.__func__ is other.__func__
-        return same and self.__self__ is other.__self__
+        return isinstance(other, Method) and self.__func__ is other.__func__ and self.__self__ is other.__self__
 
     def __hash__(self) -> int:
         return hash((id(self.__func__), id(self.__self__)))

@@ -20,7 +20,18 @@ from torch.overrides import TorchFunctionMode
 
 from funcrec.compile._jit import jit
 from funcrec.compile._trace import refuse_draws, written_nodes
-from funcrec.core import belongs_above, chained, current_level, describe, fail, level_of, quiet, tokens, tree_leaves
+from funcrec.core import (
+    belongs_above,
+    chained,
+    current_level,
+    describe,
+    fail,
+    level_of,
+    quiet,
+    sure,
+    tokens,
+    tree_leaves,
+)
 from funcrec.mesh import has_effect
 
 LIBRARY = torch.library.Library("funcrec_parts", "DEF")
@@ -110,7 +121,7 @@ def stage_part(call: str, fn: Callable[..., list[Tensor]], operands: Sequence[Te
     starts = [node_of(x, tracer) for x in own]  # before the function runs: a write to x would move x to another node
     with chained() as prints:
         results = fn(*own)
-    outputs = [node_of(x, tracer) or node_of(x.clone(), tracer) for x in (*results, *prints[-1:])]
+    outputs = [node_of(x, tracer) or sure(node_of(x.clone(), tracer)) for x in (*results, *prints[-1:])]
     nodes = list(tracer.graph.nodes)
     region = nodes[nodes.index(last) + 1 :] if last is not None else nodes
     inside = {n for n in region if n.op != "get_attr"} - set(starts)
@@ -154,7 +165,7 @@ def node_of(x: Tensor, tracer: Any) -> Node | None:
 def tensor_of(call: str, node: Node, tracer: Any) -> Tensor:
     """Return the tensor that a node of the graph around stands for."""
     if node.op == "get_attr":
-        return getattr(tracer.root, node.target)
+        return getattr(tracer.root, str(node.target))
     for x, found in tracer.tensor_tracker.items():
         if found.proxy.node is node:
             return x

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+copy_each = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]  # torch exports no other name for it
+
 
 class Recording(NamedTuple):
     """A recorded call.
@@ -53,7 +55,7 @@ def record(
     def once() -> dict[int, Tensor]:
         results = run(fixed)
         if moved:  # This comes after all reads, because the new value of a leaf may depend on that leaf.
-            torch._foreach_copy_([fixed[i] for i, _ in moved], [results[whole[j]] for _, j in moved])
+            copy_each([fixed[i] for i, _ in moved], [results[whole[j]] for _, j in moved])
         return {j: results[k] for j, k in whole.items() if j not in succeeded}
 
     return Recording(inputs, *capture(once))
@@ -62,7 +64,7 @@ def record(
 def replay(recording: Recording, leaves: Sequence) -> dict[int, Tensor]:
     """Return the outputs of the recorded call for these leaves, in memory of their own."""
     if recording.inputs:
-        torch._foreach_copy_(list(recording.inputs.values()), [memory_of(leaves[i]) for i in recording.inputs])
+        copy_each(list(recording.inputs.values()), [memory_of(leaves[i]) for i in recording.inputs])
     recording.replay()
     # The next replay overwrites the outputs of this replay.
     return {j: x.clone() for j, x in recording.returned.items()}

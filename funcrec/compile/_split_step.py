@@ -17,7 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 from funcrec.compile._compiled import Traced, trace
 from funcrec.compile._jit import Jitted, jit
 from funcrec.compile._program import LOCK
-from funcrec.core import fail, fast_flatten, leaf_paths
+from funcrec.compile._writes import outputs_of
+from funcrec.core import fail, fast_flatten, leaf_paths, sure
 from funcrec.mesh import AWAIT, LEAVES, MOVES
 
 
@@ -45,14 +46,14 @@ def cut(call: str, step: Callable, state: Any, batch: Any, groups: Mapping[str, 
     traced = operations(call, step.fn if isinstance(step, Jitted) else step, {"state": state, "batch": batch})
     first = len(fast_flatten(state)[0])
     of_state = {node for i, node in traced.places.items() if i < first}
-    crossing = crossing_nodes(traced.graph.graph, of_state)
+    whole = sure(traced.graph)
+    crossing = crossing_nodes(whole.graph, of_state)
     if not crossing:
         return None
     inputs = list(traced.places.values())
 
-    sending = sending_part(call, traced.graph, [n for n in inputs if n not in of_state], crossing, groups)
-    outputs = next(iter(traced.graph.graph.find_nodes(op="output"))).args[0]
-    remaining = part_of(traced.graph, [*inputs, *crossing], outputs)
+    sending = sending_part(call, whole, [n for n in inputs if n not in of_state], crossing, groups)
+    remaining = part_of(whole, [*inputs, *crossing], outputs_of(whole.graph))
     captured, static = traced.captured, traced.static
 
     def ahead(batch):
@@ -149,7 +150,7 @@ def is_list(node: Node) -> bool:
 
 def is_integer(node: Node) -> bool:
     value = node.meta.get("val")
-    parts = value if is_list(node) else [value]
+    parts = value if isinstance(value, (list, tuple)) else [value]
     return all(isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex() for x in parts)
 
 

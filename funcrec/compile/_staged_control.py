@@ -150,8 +150,8 @@ class _Cond(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *d_ys):
         pred, *tensors = ctx.saved_tensors
-        fns = [vjp_of(fn, len(tensors)) for fn in ctx.fns]
-        out = iter(cond_flat(pred, *fns, [*tensors, *(d for d in d_ys if is_float(d))]))
+        yes, no = (vjp_of(fn, len(tensors)) for fn in ctx.fns)
+        out = iter(cond_flat(pred, yes, no, [*tensors, *(d for d in d_ys if is_float(d))]))
         return None, None, None, *(next(out) if is_float(x) else None for x in tensors)
 
     @staticmethod
@@ -159,19 +159,19 @@ class _Cond(torch.autograd.Function):
         def rule(saved, ts):
             pred, *tensors = saved
             moved = [t for x, t in zip(tensors, filled(tensors, ts), strict=True) if is_float(x)]
-            fns = [jvp_of(fn, len(tensors)) for fn in ctx.fns]
-            return placed_at(cond_flat(pred, *fns, [*tensors, *moved]), ctx.are_float)
+            yes, no = (jvp_of(fn, len(tensors)) for fn in ctx.fns)
+            return placed_at(cond_flat(pred, yes, no, [*tensors, *moved]), ctx.are_float)
 
         return one_level_below(rule, ctx.saved_tensors, tangents)
 
     @staticmethod
     def vmap(info, in_dims, true_fn, false_fn, pred, *tensors):
-        fns = [mapped(fn, info.batch_size) for fn in (true_fn, false_fn)]
+        yes, no = (mapped(fn, info.batch_size) for fn in (true_fn, false_fn))
         tensors = members(tensors, in_dims[3:], info.batch_size)
         if in_dims[2] is None:
-            out = cond_flat(pred, *fns, tensors)
+            out = cond_flat(pred, yes, no, tensors)
         else:
-            out = [where(pred, x, y) for x, y in zip(*(fn(*tensors) for fn in fns), strict=True)]
+            out = [where(pred, x, y) for x, y in zip(yes(*tensors), no(*tensors), strict=True)]
         return tuple(out), (0,) * len(out)
 
 

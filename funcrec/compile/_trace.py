@@ -14,7 +14,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -220,7 +220,8 @@ def is_closed_over(x: object) -> bool:
     """Return whether x is a tensor with memory of its own that staging did not make."""
     if not isinstance(x, Tensor) or isinstance(x, MADE):
         return False
-    return not (is_wrapped(x) or torch._is_functional_tensor(x))
+    is_functional = torch._is_functional_tensor(x)  # pyright: ignore[reportPrivateImportUsage]
+    return not (is_wrapped(x) or is_functional)
 
 
 def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
@@ -232,7 +233,7 @@ def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
     last = next(reversed(graph.graph.find_nodes(op="placeholder")), None)
     for node in graph.graph.find_nodes(op="get_attr"):
         value = getattr(graph, node.target)
-        origin = lift.origins.get(id(value), value)  # Two stand-ins of one tensor become one input.
+        origin = cast(Any, lift.origins.get(id(value), value))  # Two stand-ins of one tensor become one input.
         if not isinstance(value, Tensor) or (node.users and all(u.target in COPIES for u in node.users)):
             setattr(graph, node.target, origin)  # The value belongs to a part of an earlier staged graph (`cut`).
             continue

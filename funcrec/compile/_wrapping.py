@@ -84,7 +84,7 @@ def within_dtype(propagate: Callable) -> Callable:
             return found
         if name in ENDS or (name in OF_SIGNED_ZEROS and found.value.dtype.is_floating_point):
             return self.fallback(name, args, kwargs)
-        is_plain = name not in QUOTIENTS or is_quotient(*(x.value.expr for x in args), self)
+        is_plain = name not in QUOTIENTS or is_quotient(args[0].value.expr, args[1].value.expr, self)
         return found if is_plain and is_exact(found.value, self) else self.fallback(name, args, kwargs)
 
     return propagated

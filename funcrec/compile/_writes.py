@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from funcrec.kernels.library import twin
@@ -68,7 +68,7 @@ def plan_writes(
       inputs: {number of a leaf: its placeholder}. donated: numbers of leaves.
     """
     end = next(iter(graph.graph.find_nodes(op="output")))
-    sources = dict(zip(outputs, end.args[0], strict=True))
+    sources = dict(zip(outputs, arguments(end)[0], strict=True))
     numbers = {node: i for i, node in inputs.items()}
     leaves = {inputs[i] for i in donated}
     ways = in_place_ways(sources, leaves)
@@ -133,16 +133,27 @@ def in_place_ways(sources: dict[int, Node], leaves: set[Node]) -> dict[int, Way]
         ways = kept
 
 
+def arguments(node: Node) -> tuple[Any, ...]:
+    """Return the arguments of a node. Their types in torch are everything that a graph can hold."""
+    return node.args
+
+
+def outputs_of(graph: Graph) -> Any:
+    """Return the output of a graph, which is most often a list of nodes."""
+    return arguments(next(iter(graph.find_nodes(op="output"))))[0]
+
+
 def trace_back(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """Return the leaf of which `node` replaces rows, and the operations in between, from the last to the first."""
     way: list[Node] = []
     while node.op == "call_function":
-        if node.target is operator.getitem and replaced_by(node.args[0]):
-            way += [node, node.args[0]]
-            node = replaced_by(node.args[0])[node.args[1]]
+        given = arguments(node)
+        if node.target is operator.getitem and replaced_by(given[0]):
+            way += [node, given[0]]
+            node = replaced_by(given[0])[given[1]]
         elif node.target in RESHAPES or len(replaced_by(node)) == 1:
             way.append(node)
-            node = node.args[0]
+            node = given[0]
         else:
             break
     return node, tuple(way)
@@ -185,7 +196,7 @@ def _times(user: Node, node: Node) -> int:
     return found.count(node)
 
 
-def replaced_by(node: Node) -> tuple[Node, ...]:
+def replaced_by(node: Any) -> tuple[Node, ...]:
     """Return the arguments whose rows the operation replaces, in the order of its outputs."""
     if not isinstance(node, Node) or node.op != "call_function":
         return ()
@@ -220,7 +231,7 @@ def writes_over(write: Write) -> bool:
 
     A sum reads the old rows. So does an update, whose first arguments are lists of all tables and all slots.
     """
-    is_sum = write.call is PUT_ and len(write.arguments) > 3 and write.arguments[3]
+    is_sum = write.call is PUT_ and any(write.arguments[3:4])
     return isinstance(write.arguments[0], Slot) and not is_sum
 
 
@@ -230,7 +241,7 @@ def prepare_writes(plan: WritePlan, num_leaves: int) -> Callable[[list, list], N
     def has_place(x: object) -> bool:
         return isinstance(x, Slot) or (isinstance(x, (list, tuple)) and any(map(has_place, x)))
 
-    def getter(x: object) -> Callable[[list], object]:
+    def getter(x: Any) -> Callable[[list], object]:
         if isinstance(x, Slot):
             at, shape = x.number + num_leaves * x.is_result, x.shape
             return operator.itemgetter(at) if shape is None else lambda pool: pool[at].view(shape)

@@ -70,7 +70,7 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
         column=None),)
     """
     call = "funcrec.interop.from_torchrec"
-    theirs: Any = sys.modules.get("torchrec")  # a caller with a value of TorchRec has imported TorchRec
+    theirs = sys.modules.get("torchrec")  # a caller with a value of TorchRec has imported TorchRec
     if theirs is not None:
         own = theirs.sparse.jagged_tensor
         for name, made in FROM.items():

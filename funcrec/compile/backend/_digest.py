@@ -100,7 +100,9 @@ def changed(config: Any) -> list[tuple[str, Any]]:
 
     A module that is not imported has no such settings.
     """
-    entries = {} if config is None else config._config
+    if config is None:
+        return []
+    entries = config._config
     now = {name: getattr(config, name) for name in sorted(entries) if not config._is_default(name)}
     # torch does not count a setting as default after a change back to its default value.
     return [(name, x) for name, x in now.items() if x != entries[name].default]

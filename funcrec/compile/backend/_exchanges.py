@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from funcrec.compile._writes import arguments
 from funcrec.mesh import AWAIT, SWAP, group_of, has_effect
 
 aten = torch.ops.aten
@@ -29,8 +30,8 @@ def smaller_exchanges(graph: GraphModule) -> None:
 def swaps_of(graph: Graph) -> Iterator[Node]:
     """Yield the awaits of those exchanges in which each rank gets one block of equal size from every rank."""
     for node in graph.nodes:
-        if node.target is AWAIT and node.args[0].target is SWAP:
-            sent, *splits, group = node.args[0].args
+        if node.target is AWAIT and (swap := arguments(node)[0]).target is SWAP:
+            sent, *splits, group = arguments(swap)
             n = group_of(group).size()
             if splits == [[1] * n] * 2 and sent.meta["val"].shape[0] == n:
                 yield node
@@ -63,10 +64,11 @@ def keep_own_blocks(graph: Graph) -> None:
     This changes only exchanges whose readers each read one block.
     """
     for wait in list(swaps_of(graph)):
-        swap = wait.args[0]
-        x, *_, group = swap.args
-        own, reads = group_of(group).rank(), list(block_reads(wait))
-        if x.meta["val"].shape[0] != 2 or None in reads or {block for _, block in reads} != {0, 1}:
+        swap = arguments(wait)[0]
+        x, *_, group = arguments(swap)
+        own, uses = group_of(group).rank(), list(block_reads(wait))
+        reads = [use for use in uses if use is not None]
+        if x.meta["val"].shape[0] != 2 or len(reads) < len(uses) or {block for _, block in reads} != {0, 1}:
             continue  # With an unread block, the exchange would be dead code on the rank that has the other block.
         splits = [int(r != own) for r in range(2)]
         with graph.inserting_before(swap):
@@ -80,12 +82,13 @@ def keep_own_blocks(graph: Graph) -> None:
 def block_reads(node: Node) -> Iterator[tuple[Node, int] | None]:
     """Yield (reader, block) for each use of the result of two ranks, or None for a use of more than one block."""
     for user in node.users:
-        if user.target is aten.permute.default and user.args[1] == list(range(len(user.args[1]))):
+        given = arguments(user)
+        if user.target is aten.permute.default and given[1] == list(range(len(given[1]))):
             yield from block_reads(user)
-        elif user.target is aten.select.int and user.args[1] == 0:
-            yield user, user.args[2] % 2
-        elif user.target is aten.unbind.int and (*user.args, 0)[1] == 0:
-            yield from ((part, part.args[1]) for part in user.users)
+        elif user.target is aten.select.int and given[1] == 0:
+            yield user, given[2] % 2
+        elif user.target is aten.unbind.int and (*given, 0)[1] == 0:
+            yield from ((part, arguments(part)[1]) for part in user.users)
         else:
             yield None
 
@@ -95,15 +98,15 @@ def _blocks(graph: Graph, x: Node, own: int) -> tuple[Node, Node]:
 
     Both are the same value if an `expand` made all blocks from one.
     """
-    source = x.args[0] if x.target is aten.clone.default else None
+    source = arguments(x)[0] if x.target is aten.clone.default else None
     if source is not None and source.target is aten.expand.default and _is_repeated(source):
-        kept = _whole(graph, source.args[0])
+        kept = _whole(graph, arguments(source)[0])
         return _call(graph, aten.unsqueeze.default, kept, 0), kept
     return _call(graph, aten.slice.Tensor, x, 0, 1 - own, 2 - own), _call(graph, aten.select.int, x, 0, own)
 
 
 def _is_repeated(expand: Node) -> bool:
-    return tuple(expand.meta["val"].shape[1:]) == tuple(expand.args[0].meta["val"].shape)
+    return tuple(expand.meta["val"].shape[1:]) == tuple(arguments(expand)[0].meta["val"].shape)
 
 
 # -- in order ----------------------------------------------------------------------------------------------------------
@@ -128,7 +131,7 @@ def fill_waits(steps: list) -> list:
         waits: dict = {}
         for s in left:
             waits[s] = contains_wait(s) or any(waits.get(x, False) for x in needs[s])
-        done |= dict.fromkeys(sorted(left, key=waits.get))
+        done |= dict.fromkeys(sorted(left, key=waits.__getitem__))
     return list(done)
 
 

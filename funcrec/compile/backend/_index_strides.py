@@ -6,7 +6,7 @@ numbers, and the stride is the variable's factor.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 
 def of_sums(general: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,7 +15,7 @@ def of_sums(general: Callable[..., Any]) -> Callable[..., Any]:
     def stride_at_vec_range(index: Any, var: Any, vec_length: int | None = None) -> Any:
         import sympy
 
-        stride = sympy.S.Zero
+        stride = cast(Any, sympy.S.Zero)
         for term in sympy.Add.make_args(index):
             factor, variable = (term.args if len(term.args) == 2 else (None, None)) if term.is_Mul else (1, term)
             if term.is_Integer:

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -155,7 +155,7 @@ class OtherCodeError(Exception):
         self.code = code
 
 
-def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path) -> None:
+def write_code(graph: torch.fx.GraphModule, arguments: list[Any], path: Path) -> None:
     """Compile the graph into a file for `load`."""
     import torch._inductor.codecache as codecache
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -179,7 +179,7 @@ def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path)
 
     with knowing():
         with replaced(codecache.PyCodeCache, "load_by_key_path", taken):
-            whole = torch._inductor.compile(graph, arguments, OPTIONS)
+            whole = cast(Any, torch._inductor.compile(graph, arguments, OPTIONS))
         if len(found) != 1:
             raise OtherCodeError(compile_anew(graph, arguments) if found else whole)
         if not found[0].kernels:
@@ -188,7 +188,7 @@ def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path)
             build(source(found[0]), path, pick_vec_isa())
 
 
-def compile_anew(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
+def compile_anew(graph: torch.fx.GraphModule, arguments: list[Any]) -> Any:
     """Return the graph as code, which no file keeps."""
     import torch._inductor  # The import is slow, and only compiling needs it.
 
@@ -267,7 +267,7 @@ def in_integers(solve: Callable) -> Callable:
     return solved
 
 
-def runs(isa: object, code: str) -> bool:
+def runs(isa: Any, code: str) -> bool:
     """Return whether the compiler knows the instructions, and torch has vector functions of this size.
 
     Inductor has already asked the processor. Its own check would build and load a program for each of six instruction

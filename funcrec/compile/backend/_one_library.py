@@ -11,11 +11,12 @@ import ast
 from collections.abc import Callable, Sequence
 from importlib import machinery, util
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from funcrec.core import sure
 from funcrec.kernels import files
 
 NAME = "funcrec_program"  # the library's name as a module of Python
@@ -96,13 +97,13 @@ def _kernel(x: ast.stmt) -> dict[str, tuple[list[str], str]] | None:
 
     Return None if the statement makes no loop, or a loop with an argument that is no pointer.
     """
-    call = x.value if isinstance(x, ast.Assign) else None
+    call, target = (x.value, x.targets[0]) if isinstance(x, ast.Assign) else (None, None)
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == KERNEL):
         return None
     types, code = map(ast.literal_eval, call.args)
     if call.keywords or not all(t.endswith("*") for t in types):
         return None
-    return {x.targets[0].id: (types, code)}
+    return {cast(ast.Name, target).id: (types, code)}
 
 
 def _needed(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -152,8 +153,8 @@ def load(path: Path) -> Callable[[list], Sequence[Tensor]]:
     if not content.startswith(b"\x7fELF"):
         return _call({}, content[: -files.SIZE].decode(), path)
     loader = machinery.ExtensionFileLoader(NAME, str(path))
-    library = util.module_from_spec(util.spec_from_file_location(NAME, path, loader=loader))
-    library.link(torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr)
+    library = util.module_from_spec(sure(util.spec_from_file_location(NAME, path, loader=loader)))
+    library.link(cast(Any, torch._C)._dynamo.guards._torchinductor_pyobject_tensor_data_ptr)
     return _call(vars(library), library.text, path)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec.compile._writes import arguments
 from funcrec.compile.backend._inductor import PATCHING
 from funcrec.compile.backend._onednn import onednn
 
@@ -46,10 +47,11 @@ def two_products(exported: torch.export.ExportedProgram) -> Iterator[None]:
 def is_worth_it(product: torch.fx.Node) -> bool:
     """Return whether a product is f32[B, O] of f32[B, I] with bias on the CPU, with B open and W large enough."""
     values = [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in product.args]
-    if len(values) != 3 or not all(isinstance(x, Tensor) and x.dtype == torch.float32 for x in values):
+    tensors = [x for x in values if isinstance(x, Tensor) and x.dtype == torch.float32]
+    if len(values) != 3 or len(tensors) != 3:
         return False
-    x, w, b = values
-    plain = x.dim() == w.dim() == 2 and b.dim() == 1 and all(v.device.type == "cpu" for v in values)
+    x, w, b = tensors
+    plain = x.dim() == w.dim() == 2 and b.dim() == 1 and all(v.device.type == "cpu" for v in tensors)
     fixed = plain and all(isinstance(n, int) for n in (*w.shape, *b.shape))
     return fixed and w.numel() >= LEAST and isinstance(x.shape[0], torch.SymInt)
 
@@ -65,7 +67,7 @@ def in_steps(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
 
 
 def replace(product: torch.fx.Node) -> None:
-    graph, rows = product.graph, product.args[0].meta["val"].shape[0]
+    graph, rows = product.graph, arguments(product)[0].meta["val"].shape[0]
 
     def add(target: Callable[..., Any], args: tuple[Any, ...], value: object) -> torch.fx.Node:
         node = graph.call_function(target, args)
@@ -101,6 +103,7 @@ def lowered() -> Iterator[None]:
         try:
             yield
         finally:
-            lowerings[wide] = before
             if before is None:
                 del lowerings[wide]
+            else:
+                lowerings[wide] = before
