@@ -9,6 +9,7 @@ Shapes: K members, T tables of one member.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from funcrec.kernels.forms import features_of, flatten, segments_of, widest
@@ -285,14 +286,14 @@ def map_of(op: Callable, names: Sequence[str], loop: Callable) -> Callable:
     return rule
 
 
-def _is_stack(x: object, dim: object, rank: int) -> bool:
+def _is_stack(x: object, dim: Any, rank: int) -> bool:
     """Return whether an operand, or a tensor in a list, has an extra dimension besides the mapped dimension."""
     if isinstance(x, (list, tuple)):
         return any(_is_stack(y, d, rank) for y, d in zip(x, dim, strict=True))
     return isinstance(x, Tensor) and x.dim() - (dim is not None) > rank
 
 
-def _stacked(x: object, dim: object, k: int, must: bool) -> object:
+def _stacked(x: object, dim: Any, k: int, must: bool) -> object:
     """Return the operand with the mapped dimension in front. With `must`, a shared operand is expanded to a stack."""
     if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
         return [_stacked(y, d, k, must) for y, d in zip(x, dim, strict=True)]

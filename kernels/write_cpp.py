@@ -92,9 +92,11 @@ def of_numbers(x: Symbol, text: Callable[..., Text]) -> Text:
         "maximum": "({0} < {1} ? {1} : {0})", "minimum": "({0} > {1} ? {1} : {0})",
     }.get(x.op)  # fmt: skip
     made = combined(x, text)
-    if made is None and word is None:
+    if made is not None:
+        return made
+    if word is None:
         raise UnknownError(f"{x.op} of a number of a row")
-    return made or Text(word.format(*args), ATOM)
+    return Text(word.format(*args), ATOM)
 
 
 def of_elements(x: Symbol, text: Callable[..., Text]) -> Text:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from funcrec.core import Problem, check, describe, kind_of, random, sure, tree_problems
 from funcrec.jagged import is_concrete
@@ -209,7 +209,7 @@ def module_problems(x: object) -> Iterator[Problem]:
         yield Problem("`nn_module` is not a module.", describe(x), "a torch.nn.Module", hint, TypeError)
         return
     lazy = [n for n, p in itertools.chain(x.named_parameters(), x.named_buffers())
-            if isinstance(p, UninitializedTensorMixin)]  # fmt: skip
+            if is_lazy(p)]  # fmt: skip
     if lazy:
         yield Problem("`nn_module` has parameters of no shape yet.", f"{lazy}", "parameters with shapes",
                       "nn_module(example), once", TypeError)  # fmt: skip

@@ -63,8 +63,8 @@ def nested_problems(x: Any) -> Iterator[Problem]:
     elif x.layout != torch.jagged:
         own = "torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)"
         yield Problem("`x` has another layout.", f"{x.layout}", "torch.jagged", own, TypeError)
-    elif x.lengths() is not None:
-        got = f"offsets {x.offsets().tolist()}, lengths {x.lengths().tolist()}"
+    elif (lengths := cast(Any, x).lengths()) is not None:
+        got = f"offsets {cast(Any, x).offsets().tolist()}, lengths {lengths.tolist()}"
         yield Problem("`x` has holes between its bags.", got, "bags end to end", "x.contiguous()")
     elif not isinstance(x.shape[1], torch.SymInt):
         ragged = next(i for i, n in enumerate(x.shape) if isinstance(n, torch.SymInt))

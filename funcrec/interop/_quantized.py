@@ -274,7 +274,7 @@ def data_type_problems(config: Any) -> Iterator[Problem]:
 
 
 def place_problems(
-    forms: Sequence[tuple[str, int, int]], names: Mapping[str | None, str], spare: Sequence[str]
+    forms: Sequence[tuple[str, int, int]], names: Mapping[str, str], spare: Sequence[str]
 ) -> Iterator[Problem]:
     for n, _, _ in forms:
         if n not in names:

@@ -121,7 +121,7 @@ def load_torchrec_state_dict(
     call, own = "funcrec.interop.load_torchrec_state_dict", cast(Any, state)
     if isinstance(own, QuantizedTables):
         check(call, dict_problems(state_dict, "state_dict"), rest_problems(features, step, group))
-        return load_quantised(call, own, state_dict)
+        return cast(Any, load_quantised(call, own, state_dict))
     check(call, dict_problems(state_dict, "state_dict"))
     if isinstance(own.tables, DynamicTables):
         check(call, tracked_problems(state_dict))
@@ -133,7 +133,7 @@ def load_torchrec_state_dict(
     if is_optimizer(state_dict):
         check(call, trained_problems(own))
         theirs = {n: stated(x) for n, x in state_dict["state"].items()}
-        return load_optimizer(call, own, theirs if group is None else joined(theirs, group), step)
+        return cast(Any, load_optimizer(call, own, theirs if group is None else joined(theirs, group), step))
     places, problems = find_places(list(state_dict), own.tables, own.dense)
     check(call, problems, *(shape_problems(p, shape_of(state_dict[p.name]), p.ours.shape) for p in places))
     check(call, order_problems(state_dict, own, features))

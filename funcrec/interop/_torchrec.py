@@ -88,7 +88,7 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
             return from_managed(call, x)
         for name in COLLECTIONS:
             if hasattr(x, name):
-                is_weighted = x.is_weighted() if hasattr(x, "is_weighted") else False
+                is_weighted = cast(Any, x).is_weighted() if hasattr(x, "is_weighted") else False
                 if is_quantised(x):
                     return from_quantised(call, x, getattr(x, name)(), is_weighted)
                 return from_configs(call, in_order(x, getattr(x, name)()), is_weighted)

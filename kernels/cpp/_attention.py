@@ -22,7 +22,7 @@ def jagged_attention(queries: Tensor, keys: Tensor, values: Tensor, *rest: Any) 
 
 def jagged_attention_transpose(
     d_out: Tensor, out: Tensor, logs: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the cotangents of queries, keys, values, position_bias and time_bias, [0, 0] for a bias that is None."""
     described, kept = _described("jagged_attention_transpose", queries, keys, values, *rest)
     wide = accumulation_dtype(queries.dtype)

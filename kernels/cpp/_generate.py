@@ -56,6 +56,18 @@ class Value(NamedTuple):
     strides: tuple[int, ...] = ()
     offset: int = 0
 
+    @property
+    def elements(self) -> Base:
+        """The base of a view."""
+        assert self.base is not None
+        return self.base
+
+    @property
+    def text(self) -> str:
+        """The C++ text of a number."""
+        assert self.number is not None
+        return self.number
+
 
 class Loop(NamedTuple):
     """The parts of a loop over i < size: variables before the loop, kinds of reductions, statements, and stores."""
@@ -137,7 +149,7 @@ class Writer:
         """Return the text that reads x at place i of the loop with this level and shape."""
         if x.number is not None:
             return cast(x.number, x.dtype, to)
-        base = x.base
+        base = x.elements
         if is_straight(x, shape) and base.loop == (level, math.prod(shape)):
             return cast(base.text, x.dtype, to)
         self.keep(base, level + (not is_straight(x, shape)))
@@ -177,12 +189,13 @@ class Writer:
         """Return change(x) as a view of the same base. torch computes the view's strides on a tensor without data."""
         if x.number is not None:
             return x._replace(shape=tuple(like.shape))
-        seen = change(torch.empty(x.base.size, device="meta").as_strided(x.shape, x.strides, x.offset))
-        x = x._replace(shape=tuple(seen.shape), strides=seen.stride(), offset=seen.storage_offset())
+        base = x.elements
+        seen = change(torch.empty(base.size, device="meta").as_strided(x.shape, x.strides, x.offset))
+        x = x._replace(shape=tuple(seen.shape), strides=seen.stride(), offset=int(seen.storage_offset()))
         if math.prod(x.shape) != 1:
             return x
-        self.keep(x.base, x.base.ready)
-        return self.number(x.dtype, x.shape, x.base.ready, f"{x.base.memory}[{x.offset}]")
+        self.keep(base, base.ready)
+        return self.number(x.dtype, x.shape, base.ready, f"{base.memory}[{x.offset}]")
 
     def concatenate(self, parts: Sequence[Value], dim: int, like: Tensor) -> Value:
         name, ready, at = self.name("m"), 0, 0
@@ -207,13 +220,16 @@ class Writer:
         last, later = [], []
         for new, name, old in results:
             if math.prod(old.shape) == 1:
-                last.append(f"{name}[0] = {cast(new.number, new.dtype, self.dtype)};")
+                last.append(f"{name}[0] = {cast(new.text, new.dtype, self.dtype)};")
             elif not (new.base is old.base and is_straight(new, old.shape)):
                 level = needs(new, old.shape)
                 text = self.read(new, level, old.shape, self.dtype)
                 later.append((self.elements(self.dtype, old.shape, level, text), name, old))
         for new, name, old in later:
-            loop = max(new.base.loop[0], old.base.free), old.base.size
+            base = old.elements
+            made = new.elements.loop
+            assert made is not None  # `elements` returns what a loop computes
+            loop = max(made[0], base.free), base.size
             text = self.read(new, loop[0], old.shape, self.dtype)
             self.loops[loop].stores.append(f"{name}[i] = {text};")
         return last
@@ -236,14 +252,15 @@ def strides_for(x: Value, shape: Sequence[int]) -> list[int]:
 def is_straight(x: Value, shape: Sequence[int]) -> bool:
     """Return whether place i of the shape is element i of the base of x."""
     own = zip(shape, strides_for(x, shape), contiguous(shape), strict=True)
-    return x.offset == 0 and math.prod(shape) == x.base.size and all(n == 1 or s == c for n, s, c in own)
+    return x.offset == 0 and math.prod(shape) == x.elements.size and all(n == 1 or s == c for n, s, c in own)
 
 
 def needs(x: Value, shape: Sequence[int]) -> int:
     """Return the first level that can read x at the places of the shape."""
     if x.number is not None:
         return x.level
-    return x.base.loop[0] if x.base.loop and is_straight(x, shape) else x.base.ready
+    base = x.elements
+    return base.loop[0] if base.loop and is_straight(x, shape) else base.ready
 
 
 def place(x: Value, shape: Sequence[int]) -> str:

@@ -1,6 +1,7 @@
 """Pooled lookups, the gradient of a lookup's weights, and reads and writes of rows, in C++ (csrc/lookup.h)."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from funcrec.kernels.cpp._native import DTYPES, bounds, call, empty, fail, ints, matrix, reals, stacks, table
@@ -116,7 +117,7 @@ def scatter_block_(tables: list[Tensor], rows: Tensor, count: Tensor, new: list[
 
 
 def _features(
-    described: list[int], rows: list[Tensor], offsets: Tensor, features: list[int], num_bags: int
+    described: list[int], rows: list[Tensor], offsets: Tensor, features: Sequence[int], num_bags: int
 ) -> list[int]:
     """Return the numbers at the beginning of the arrays of both lookups.
 

@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from funcrec.kernels.rules import FORMULAS
@@ -36,8 +36,8 @@ MIN_ADVISED = 4 << 20  # the least bytes of an output that gets huge pages
 
 def call(name: str, numbers: list[int]) -> None:
     """Run the entry point `funcrec_<name>` with torch's number of threads."""
-    numbers = (torch.get_num_threads(), *numbers)
-    packed = struct.pack(f"{len(numbers)}q", *numbers)  # This takes a quarter of the time of array("q", ...).
+    given = (torch.get_num_threads(), *numbers)
+    packed = struct.pack(f"{len(given)}q", *given)  # This takes a quarter of the time of array("q", ...).
     finish(name, _entry(name)(packed))
 
 
@@ -57,7 +57,7 @@ def finish(name: str, status: int) -> None:
         raise RuntimeError(f"funcrec.kernels.cpp.{name}: the compiled function failed with {status}")
 
 
-def fail(call: str, what: str, got: object, need: str, attempt: str, error: type[Exception] = ValueError) -> NoReturn:
+def fail(call: str, what: str, got: Any, need: Any, attempt: str, error: type[Exception] = ValueError) -> NoReturn:
     raise error(f"funcrec.kernels.cpp.{call}: {what}\n  got   {got}\n  need  {need}\n  try   {attempt}")
 
 
@@ -76,7 +76,7 @@ def check(x: Tensor, dims: int, dtypes: Sequence[torch.dtype]) -> int:
     fail("call", "an address is not aligned.", f"{got} at {at}", f"a multiple of {x.itemsize}", "x.clone()")
 
 
-def table(x: Tensor) -> tuple[int, int, int, int]:
+def table(x: Tensor) -> tuple[int, ...]:
     """Return the description of a table [R, D]: pointer, dtype, R, D."""
     if not x.is_contiguous():
         raise ValueError(
@@ -143,7 +143,7 @@ def reals(x: Tensor | None) -> tuple[int, int, int]:
     return ABSENT if x is None else (check(x, 1, REALS), DTYPES[x.dtype], x.shape[0])
 
 
-def matrix(x: Tensor) -> tuple[int, int, int, int, int]:
+def matrix(x: Tensor) -> tuple[int, ...]:
     """Return the description of a matrix with contiguous rows: pointer, dtype, M, C, stride between rows.
 
     The matrix is f32|f64|i32|i64[M, C].
@@ -195,7 +195,9 @@ def _entry(name: str) -> Callable:
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the object for this processor, loaded at the first call."""
-    return _load(_path(level()))
+    path = _path(level())
+    assert path is not None  # `level` names an object that was built
+    return _load(path)
 
 
 def level() -> str:

@@ -105,7 +105,7 @@ def _runner(path: str, name: str) -> tuple[Callable | None, int]:
     borrow = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[5]  # after a version, an older table, three functions
     if ctypes.cast(table, ctypes.POINTER(ctypes.c_uint32))[0] != 1 or not borrow:
         return None, 0
-    address = lambda function: ctypes.cast(function, ctypes.c_void_p).value
+    address = lambda function: ctypes.cast(function, ctypes.c_void_p).value or 0
     names = "PyList_GetItem", "PyObject_Type", "Py_DecRef", "PyErr_Clear", "PyEval_SaveThread", "PyEval_RestoreThread"
     given = id(Tensor), borrow, *(address(getattr(python, n)) for n in names)
     loaded.funcrec_python(struct.pack(f"{len(given)}q", *given))

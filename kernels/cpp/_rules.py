@@ -10,7 +10,7 @@ import math
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from funcrec.kernels import files
@@ -19,6 +19,7 @@ from funcrec.kernels.cpp import _native
 from funcrec.kernels.cpp._generate import TYPES, UnsupportedError, Value, Writer, literal
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
 FLAGS = (
     "-O3", "-std=c++17", "-shared", "-fPIC", "-g0", "-w", "-fopenmp-simd", "-fwrapv", "-ffp-contract=off",
@@ -58,7 +59,7 @@ def generate(graph: GraphModule) -> Generated:
     library = build(text)
     library.funcrec_link((ctypes.c_void_p * max(len(symbols), 1))(*map(sleef, symbols)))
     library.funcrec_shared_bytes.restype = ctypes.c_int64
-    address = lambda f: ctypes.cast(f, ctypes.c_void_p).value
+    address = lambda f: ctypes.cast(f, ctypes.c_void_p).value or 0
     given = [x.meta["val"] for x in graph.graph.find_nodes(op="placeholder")]
     return Generated(
         address(library.funcrec_rule), address(library.funcrec_prepare), tuple(x.numel() for x in given[len(GIVEN) :]),
@@ -111,7 +112,7 @@ def translate(graph: GraphModule) -> tuple[str, list[Tensor], list[str]]:
             values[node] = constant(writer, constants[-1], len(constants) - 1)
         elif node.op == "call_function":
             take = lambda x: values[x] if isinstance(x, Node) else x
-            args = torch.fx.node.map_aggregate(node.args, take)
+            args = cast(tuple, map_aggregate(node.args, take))
             values[node] = operation(writer, node, args, {k: take(x) for k, x in node.kwargs.items()})
     results = next(iter(graph.graph.find_nodes(op="output"))).args[0]
     targets = [(values[n], name) for n, name in zip(given, memories, strict=True) if name not in ("x", *GIVEN)]
@@ -135,7 +136,7 @@ def operation(writer: Writer, node: Node, args: Sequence[Any], kwargs: dict[str,
     like, target = node.meta.get("val"), node.target
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(like, Tensor):
         raise UnsupportedError(str(target))
-    name, first = target._schema.name.split("::")[1], args[0] if args else None
+    name, first = target._schema.name.split("::")[1], cast(Any, args[0] if args else None)
     if is_view(target):
         return writer.view(first, like, lambda x: target(x, *args[1:], **kwargs))
     if name in formulas.FILLS:
@@ -165,8 +166,8 @@ def elementwise(writer: Writer, name: str, target, args: Sequence[Any], kwargs: 
     if name == "where":
         return writer.pointwise(formulas.WHERE, operands, like, torch.bool, like.dtype, like.dtype)
     if name in formulas.COMPARISONS:
-        given = [x.meta["val"] if isinstance(x, Node) else x for x in node.args]
-        common = torch.result_type(*given) if len(given) == 2 else given[0].dtype
+        given = [x.meta["val"] if isinstance(x, Node) else x for x in cast(tuple[Any, ...], node.args)]
+        common = torch.result_type(given[0], given[1]) if len(given) == 2 else given[0].dtype
         return writer.pointwise(formulas.COMPARISONS[name], operands, like, *[common] * len(operands))
     if name in formulas.LOGIC:
         return writer.pointwise(formulas.LOGIC[name], operands, like, *[torch.bool] * len(operands))
