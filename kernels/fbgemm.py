@@ -19,6 +19,7 @@ Shapes: B bags, N ids of a buffer, K ids that count, R rows, D dim.
 import functools
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from funcrec.kernels.fbgemm_bags import Bags, _bags, _check_dtype, _fail, _ints32, _offsets, _operators, _positions
@@ -53,7 +54,7 @@ def pooled_lookup(
         _check_table(call, table)
         bounds = ascending(offsets)[f.first_bag : f.first_bag + num_bags + 1]
         bags = _bags(ops, rows[f.rows], bounds, f.max_length, table.shape[0])
-        pooled = _forward(ops, table, bags, bags.take(weights) if f.weighted else None)
+        pooled = _forward(ops, table, bags, bags.take(cast(Tensor, weights)) if f.weighted else None)
         out[:, f.column : f.column + table.shape[1]] = bags.per_bag(pooled) if f.mean else pooled
     return out if blocks == 1 else torch.cat(out.chunk(blocks, 1))
 
@@ -162,7 +163,7 @@ def bucketize(
     out[:total] = local
     positions[bags.positions] = went.to(torch.int64)
     new_weights = torch.zeros(0) if weights is None else torch.zeros_like(weights)
-    if moved is not None:
+    if moved is not None and weights is not None:
         new_weights[:total] = moved.to(weights.dtype)
     return out, lengths.to(torch.int64), new_weights, positions
 

@@ -7,6 +7,7 @@ Shapes: B bags, N ids, R rows, D dim, S bytes.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from funcrec.kernels.fbgemm_bags import _bags, _check_dtype, _fail, _ints32, _operators
@@ -41,7 +42,7 @@ def quantized_lookup(
         table, b, dim = tables[f.table], bits[f.table], dims[f.table]
         bounds = ascending(offsets)[f.first_bag : f.first_bag + num_bags + 1]
         bags = _bags(ops, rows[f.rows], bounds, f.max_length, table.shape[0])
-        pooled = _pooled(ops, table, b, dim, bags, bags.take(weights) if f.weighted else None)
+        pooled = _pooled(ops, table, b, dim, bags, bags.take(cast(Tensor, weights)) if f.weighted else None)
         out[:, f.column : f.column + dim] = bags.per_bag(pooled) if f.mean else pooled
     return out
 

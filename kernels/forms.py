@@ -4,8 +4,8 @@ A pooled lookup takes one Feature per feature. The cotangent of a table is a sum
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,11 +103,11 @@ class Owners(NamedTuple):
         return [*self[:4], len(self.ranks), *self.ranks, *self.starts]
 
 
-def flatten(records: Sequence[NamedTuple]) -> list[int]:
+def flatten(records: Iterable[tuple[Any, ...]]) -> list[int]:
     return list(_kept(_flat, tuple(records)))
 
 
-def _kept(make: Callable, static: tuple) -> tuple:
+def _kept(make: Any, static: tuple) -> tuple:
     """Return make(static), kept for the next call.
 
     Sizes that an export leaves open have no hash, so a result for them is not kept.
@@ -119,7 +119,7 @@ def _kept(make: Callable, static: tuple) -> tuple:
 
 
 @functools.lru_cache(maxsize=1024)
-def _flat(records: tuple[NamedTuple, ...]) -> tuple[int, ...]:
+def _flat(records: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
     return tuple(x if isinstance(x, torch.SymInt) else int(x) for record in records for x in record)
 
 
@@ -134,13 +134,13 @@ def segments_of(flat: Sequence[int]) -> list[Segment]:
 @functools.lru_cache(maxsize=1024)  # The next call most often has the same features.
 def _features(flat: tuple[int, ...]) -> tuple[Feature, ...]:
     parts = (flat[i : i + 7] for i in range(0, len(flat), 7))
-    return tuple(Feature(*p[:4], bool(p[4]), bool(p[5]), p[6]) for p in parts)
+    return tuple(Feature._make((*p[:4], bool(p[4]), bool(p[5]), p[6])) for p in parts)
 
 
 @functools.lru_cache(maxsize=1024)
 def _segments(flat: tuple[int, ...]) -> tuple[Segment, ...]:
     parts = (flat[i : i + 10] for i in range(0, len(flat), 10))
-    return tuple(Segment(*p[:8], bool(p[8]), p[9]) for p in parts)
+    return tuple(Segment._make((*p[:8], bool(p[8]), p[9])) for p in parts)
 
 
 def owners_of(flat: Sequence[int]) -> list[Owners]:
@@ -148,7 +148,7 @@ def owners_of(flat: Sequence[int]) -> list[Owners]:
     while at < len(flat):
         first, last = at + 5, at + 5 + flat[at + 4]
         end = 2 * last - first
-        found.append(Owners(*flat[at : at + 4], tuple(flat[first:last]), tuple(flat[last:end])))
+        found.append(Owners._make((*flat[at : at + 4], tuple(flat[first:last]), tuple(flat[last:end]))))
         at = end
     return found
 

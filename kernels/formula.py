@@ -14,7 +14,7 @@ kernels' code.
 import functools
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 HOST, NUMBER, WIDE = range(3)
 Formula = dict[str, "Symbol"]
@@ -90,7 +90,7 @@ def made(op: str, *args: "Symbol | float") -> Symbol:
     if op == "mul" and kind == WIDE and any(map(is_nothing, args)):
         op, args = "nothing", ()
     if op == "add" and kind == WIDE and any(isinstance(x, Symbol) and x.op == "nothing" for x in args):
-        return next((x for x in args if not is_nothing(x)), symbols[0])
+        return cast(Symbol, next((x for x in args if not is_nothing(x)), symbols[0]))
     if op == "sum":
         kind, level = NUMBER, level + (kind == WIDE)
     return interned(symbols[0].nodes, op, args, kind, level)

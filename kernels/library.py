@@ -9,7 +9,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from funcrec.kernels import attention, draws, extrema, interaction, invariant, stacks, vocabulary
@@ -207,7 +207,7 @@ def operator(implementation: str, name: str) -> Callable | None:
     """Return the reference's function, or the implementation's operator, or None if there is no such function."""
     module = load(implementation)
     if implementation == "reference":
-        found = getattr(module, name, None)
+        found = cast(Any, getattr(module, name, None))
         return filled(found) if name == "to_padded" else found
     if not hasattr(module, IN_PLACE.get(name, name)):
         return None
@@ -384,9 +384,10 @@ def _is_shared(dim) -> bool:
     return all(map(_is_shared, dim)) if isinstance(dim, (list, tuple)) else dim is None
 
 
-def _member(x, dim, index: int | None):
+def _member(x: Any, dim: Any, index: int | None) -> Any:
     """Return member `index` of a batch, or with index None a member of zeros for an empty batch."""
-    if isinstance(x, (list, tuple)) and isinstance(dim, (list, tuple)):
+    are_lists = isinstance(x, (list, tuple)) and isinstance(dim, (list, tuple))
+    if are_lists:
         return [_member(y, d, index) for y, d in zip(x, dim, strict=True)]
     if dim is None:
         return x

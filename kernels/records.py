@@ -59,7 +59,7 @@ def _move(fd: int, rows: Tensor, records: Tensor, writes: bool, workers: int, im
 
 def _reference(fd: int, rows: Tensor, records: Tensor, size: int, writes: bool, workers: int) -> int:
     """Move one record after the other."""
-    memory = memoryview(records.view(uint8).numpy()).cast("B")
+    memory = records.view(uint8).numpy().data.cast("B")
     for i, row in enumerate(rows.tolist()):
         at, end, place = i * size, (i + 1) * size, row * size
         while at < end:

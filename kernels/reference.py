@@ -8,7 +8,7 @@ Shapes: B bags, N buffer length, K entries, R rows, D dim.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from funcrec.kernels.forms import (
@@ -169,7 +169,7 @@ def _pooled(read, dims, rows, offsets, weights, features, num_bags) -> Tensor:
 
 def _pool_short(read: Callable, ids: Tensor, bounds: Tensor, weights: Tensor | None, max_length: int) -> Tensor:
     """Return the sums over the places 0, 1, ... of each bag, f[B, D]."""
-    total = 0
+    total = cast(Tensor, 0)
     for place in range(max_length):
         position = bounds[:-1] + place
         total = total + _terms(read, ids, position, position < bounds[1:], weights)
@@ -248,6 +248,7 @@ def pooled_lookup_weights(
     features: Sequence[int],
 ) -> Tensor:
     num_bags = d_out.shape[0]
+    assert weights is not None  # the cotangent is that of weights
     offsets, total = ascending(offsets), torch.zeros_like(weights, dtype=accumulation_dtype(weights.dtype))
     for f in features_of(features):
         if not f.weighted:

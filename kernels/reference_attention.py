@@ -42,6 +42,7 @@ def jagged_attention(
     if position_bias is not None:
         s = s + _picked(position_bias.to(wide), distance.clamp(max=position_bias.shape[1] - 1))
     if time_bias is not None:
+        assert query_times is not None and key_times is not None  # they come with the bias
         apart = of_queries.take(query_times.double())[:, :, None] - of_keys.take(key_times.double())[:, None, :]
         s = s + _picked(time_bias.to(wide), place_among(time_bounds(time_bias), apart.abs().float()))
     weights, total, logs = _softmax(s, sees[:, None]) if softmax else _silu(s, sees[:, None], normalizer)
@@ -52,7 +53,7 @@ def jagged_attention(
 
 def jagged_attention_transpose(
     d_out: Tensor, out: Tensor | None, logs: Tensor | None, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the cotangents of queries, keys, values, position_bias and time_bias, [0, 0] for a bias that is None.
 
     `out` and `logs`, which other implementations read, are computed once more, so that derivatives pass through them.
@@ -62,9 +63,8 @@ def jagged_attention_transpose(
 
     def outputs(q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
         left = iter(given)
-        return jagged_attention(
-            q, k, v, offsets, key_offsets, *[None if x is None else next(left) for x in biases], *rest[4:]
-        )[0]
+        own: list[Any] = [None if x is None else next(left) for x in biases]
+        return jagged_attention(q, k, v, offsets, key_offsets, *own, *rest[4:])[0]
 
     d = iter(torch.func.vjp(outputs, queries, keys, values, *given)[1](d_out))
     return next(d), next(d), next(d), *(queries.new_empty((0, 0)) if x is None else next(d) for x in biases)
@@ -105,9 +105,8 @@ class _Layout(NamedTuple):
 def _layouts(offsets: Tensor, num_queries: int, key_offsets: Tensor, num_keys: int) -> tuple[_Layout, _Layout]:
     sizes = num_queries, num_keys
     bounds = [ascending(x).clamp(0, n).long() for x, n in zip((offsets, key_offsets), sizes, strict=True)]
-    if is_concrete(offsets) and is_concrete(key_offsets):
-        return tuple(_padded(*of) for of in zip(bounds, sizes, strict=True))
-    return tuple(_whole(*of) for of in zip(bounds, sizes, strict=True))
+    make = _padded if is_concrete(offsets) and is_concrete(key_offsets) else _whole
+    return make(bounds[0], sizes[0]), make(bounds[1], sizes[1])
 
 
 def _padded(bounds: Tensor, size: int) -> _Layout:

@@ -13,6 +13,8 @@ Source: Wichura, "Algorithm AS 241: the percentage points of the normal distribu
   fdlibm, e_log.c.
 """
 
+from typing import cast
+
 import torch
 from funcrec.kernels.draws import CONSTANT, GIVEN, UNIFORM, fresh_of
 from funcrec.kernels.forms import accumulation_dtype
@@ -116,4 +118,4 @@ def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
     *rest, y = coefficients
     for c in reversed(rest):
         y = y * x + c
-    return y
+    return cast(Tensor, y)

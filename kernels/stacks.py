@@ -9,7 +9,7 @@ Shapes: K members, T tables of one member.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from funcrec.kernels.forms import features_of, flatten, segments_of, widest
@@ -21,7 +21,7 @@ RANKS = {
 _TERMS = ("d", "rows", "offsets", "weights")
 
 
-def num_members(**operands: object) -> int | None:
+def num_members(**operands: Any) -> int | None:
     """Return K if an operand is a stack, else None.
 
     The operands have the names of RANKS; each is a tensor, a list of tensors, or None.
@@ -250,7 +250,11 @@ def _rest_of_member(rest: tuple, i: int) -> tuple:
 
 def _hyper_of_member(rest: tuple, i: int) -> Sequence[float]:
     """Return the numbers of a member, or those of all if `numbers` is no stack."""
-    return _of_member(rest[4], i, RANKS["numbers"]).tolist() if _has_numbers(rest, RANKS["numbers"]) else rest[1]
+    return (
+        cast(Tensor, _of_member(rest[4], i, RANKS["numbers"])).tolist()
+        if _has_numbers(rest, RANKS["numbers"])
+        else rest[1]
+    )
 
 
 def _has_numbers(rest: tuple, rank: int) -> bool:

@@ -122,7 +122,7 @@ def is_quiet() -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch)
         or torch._C._is_tracing()
-        or torch.autograd._profiler_enabled()
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
     )
 
 

@@ -1,7 +1,7 @@
 """Attention within bags, and its transpose, in C++ (csrc/attention.h, csrc/attention_transpose.h)."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from funcrec.kernels.cpp._native import ABSENT, DTYPES, FLOATS, bounds, call, check, empty, fail, ints, real
@@ -87,7 +87,7 @@ def _described(
     if time_bias is not None:
         inside = time_bounds(time_bias)
         edges = [inside.new_tensor([-math.inf]), inside, inside.new_tensor([math.nan])]  # nothing reaches NaN
-        times = [torch.cat(edges), *(x.double().contiguous() for x in (query_times, key_times))]
+        times = [torch.cat(edges), *(cast(Tensor, x).double().contiguous() for x in (query_times, key_times))]
         if [x.shape[0] for x in times[1:]] != [num_queries, num_keys]:
             _differ(name, "times and their rows", [list(x.shape) for x in times[1:]])
     numbers += [check(x, 1, FLOATS) for x in times] or [0, 0, 0]

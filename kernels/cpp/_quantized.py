@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from funcrec.kernels.cpp._lookup import F32, INTS_PER_FEATURE, feature_width, pool
@@ -122,6 +123,7 @@ def _described(tables: list[Tensor], bits: list[int], dims: list[int]) -> list[i
         shapes = [x.shape for x in tables]
         if {*map(_dtype, tables)} == {torch.uint8} and {*map(len, shapes)} == {2}:
             num_rows, found = zip(*shapes)
+            addresses: list[Any]
             if found == widths and all(addresses := [*map(Tensor.data_ptr, tables)]):
                 out = [0] * (4 * len(tables))
                 out[::4], out[1::4], out[2::4], out[3::4] = addresses, numbers, num_rows, dims

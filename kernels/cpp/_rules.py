@@ -193,9 +193,9 @@ def is_view(target: torch._ops.OpOverload) -> bool:
 def flipped(x: Value, dims: Sequence[int]) -> Value:
     if x.number is not None:
         return x
-    dims = {d % len(x.shape) for d in dims}
-    strides = tuple(-s if d in dims else s for d, s in enumerate(x.strides))
-    return x._replace(strides=strides, offset=x.offset + sum((x.shape[d] - 1) * x.strides[d] for d in dims))
+    own = {d % len(x.shape) for d in dims}
+    strides = tuple(-s if d in own else s for d, s in enumerate(x.strides))
+    return x._replace(strides=strides, offset=x.offset + sum((x.shape[d] - 1) * x.strides[d] for d in own))
 
 
 def clamp(
@@ -288,7 +288,7 @@ def of_vectors(name: str, dtype: torch.dtype) -> tuple[str, int] | None:
     if _native.level() == "v4" and sleef(wide) and sleef(narrow):
         return wide, WIDE_BYTES // dtype.itemsize
     found = next(filter(sleef, (narrow, f"Sleef_{parts(NARROW_BYTES)}avx2")), None)
-    return found and (found, NARROW_BYTES // dtype.itemsize)
+    return None if found is None else (found, NARROW_BYTES // dtype.itemsize)
 
 
 def sleef(symbol: str) -> int | None:

@@ -5,6 +5,7 @@ w[row] ← rule(w[row], Σ gradients of the row, slots[row])        for every ro
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from funcrec.kernels.cpp import _native
@@ -82,7 +83,8 @@ def generated_update_(
 
 
 def _update(
-    call: str, tables, slots, terms, when, rule, names: Sequence[str], codes=(), windows=None, k: int | None = None
+    call: str, tables, slots, terms: tuple[Any, Any, Any, Any, Any], when, rule, names: Sequence[str], codes=(),
+    windows: Any = None, k: int | None = None,
 ) -> None:  # fmt: skip
     """Call `fused_update` in csrc/update.h with the numbers that it reads.
 
@@ -215,7 +217,7 @@ def windows_of(
             f"  got   {len(dims)} dims, first {None if first is None else list(first.shape)}\n  need  one "
             f"for each of {len(tables)} tables"
         )
-    return (first.to(torch.int64).contiguous(), dims) if dims else None
+    return (first.to(torch.int64).contiguous(), dims) if dims and first is not None else None
 
 
 def _trained(

@@ -7,7 +7,7 @@ programs that are left over do nothing. Products are in f32 (f64 for f64), not i
 Shapes: B bags, N queries, M keys, H heads, D dim, V dim of values, P distances, T buckets of time, K tiles.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 from funcrec.kernels.forms import accumulation_dtype, time_bounds
 from funcrec.kernels.reference_jagged import ascending
 from funcrec.kernels.triton import launch as on
-from funcrec.kernels.triton.device import kernel, larger, plus, rounded, smaller, upper_bound
+from funcrec.kernels.triton.device import constexpr, jit, kernel, larger, plus, rounded, smaller, upper_bound
 from torch import Tensor
 
 TILE = 32  # queries and keys of a tile
@@ -46,7 +46,7 @@ def jagged_attention(queries: Tensor, keys: Tensor, values: Tensor, *rest) -> tu
 
 def jagged_attention_transpose(
     d_out: Tensor, out: Tensor, logs: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the cotangents of queries, keys, values, position_bias and time_bias, [0, 0] for a bias that is None.
 
     Cost: a tile's sums for a bias take a pass over its pairs for each distance, or bucket, that occurs in it.
@@ -98,7 +98,7 @@ def _described(
     biases = [nothing if x is None else x.to(dtype).contiguous() for x in (position_bias, time_bias)]
     times = [nothing] * 3
     if time_bias is not None:
-        times = [time_bounds(time_bias), *(x.double().contiguous() for x in (query_times, key_times))]
+        times = [time_bounds(time_bias), *(cast(Tensor, x).double().contiguous() for x in (query_times, key_times))]
     targets = bounds[0] if num_targets is None else num_targets.long().contiguous()
     numbers = torch.stack([torch.full((), float(x), dtype=dtype, device=queries.device) for x in (scale, normalizer)])
     of = lambda x: (1, 1) if x is None else tuple(x.shape)
@@ -134,7 +134,7 @@ def _put(x, rows, place, begin, inside, head, heads, dim, PAD: tl.constexpr, DTY
 
 
 @triton.jit
-def _product(x, y, ACC: tl.constexpr):
+def _product(x, y, ACC: constexpr):
     return tl.dot(x, y, input_precision="ieee", out_dtype=ACC)
 
 
@@ -181,7 +181,7 @@ def _pairs(
     return sees, bias, distance, bucket
 
 
-@triton.jit
+@jit
 def _bag_of(tiles, bounds, key_bounds, targets, num_bags, bag_steps, HAS_TARGETS: tl.constexpr):
     """Return (whether this program has a tile, its number in its bag, begin and length of the bag's queries and keys,
     the number of keys before the targets)."""
@@ -216,7 +216,7 @@ def _sums_at(sums, place, slopes, sees, BINS: tl.constexpr):
     bins = tl.arange(0, BINS)
     first = tl.reduce(tl.reduce(tl.where(sees, place, BINS), 1, smaller), 0, smaller)
     last = tl.reduce(tl.reduce(tl.where(sees, place, -1), 1, larger), 0, larger)
-    for b in range(first, last + 1):
+    for b in range(first, last + 1):  # pyright: ignore[reportArgumentType]  # Triton's integers
         own = tl.reduce(tl.reduce(tl.where(sees & (place == b), slopes, 0.0), 1, plus), 0, plus)
         sums = tl.where(bins == b, sums + own, sums)
     return sums

@@ -4,6 +4,7 @@ Addresses are i64, and functions turn them into pointers. All positions are i64.
 """
 
 import functools
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -19,6 +20,12 @@ SIZES = (
     "count", "group_steps", "key_steps",
 )  # fmt: skip
 kernel = functools.partial(triton.jit, do_not_specialize=SIZES)
+if TYPE_CHECKING:  # To a checker of Python, a call of Triton's function never returns, and a constant is an object.
+    from typing import Any as constexpr
+
+    jit: Any = triton.jit
+else:
+    constexpr, jit = tl.constexpr, triton.jit
 
 
 # Combinations of integers, which the interpreter knows and computes by numpy. It cannot call `tl.sum`, `tl.max` and
@@ -76,7 +83,7 @@ def upper_bound(array, low, high, value, steps):
     return low
 
 
-@triton.jit
+@jit
 def bag_bounds(offsets, bag, inside, num_ids, max_length):
     """Return (begin, length) of bags within [0, num_ids], cut to max_length unless that is 0.
 
@@ -91,13 +98,13 @@ def bag_bounds(offsets, bag, inside, num_ids, max_length):
 
 
 @triton.jit
-def pointers(address, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+def pointers(address, DTYPE: constexpr, ALIGN: constexpr):
     """Return pointers [rows, 1] from addresses [rows], which are multiples of ALIGN bytes."""
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE))[:, None], (ALIGN, ALIGN))
 
 
 @triton.jit
-def rows_at(address, row, DIM: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+def rows_at(address, row, DIM: constexpr, DTYPE: constexpr, ALIGN: constexpr):
     """Return pointers [rows, 1] to the first of the DIM numbers of each row.
 
     address: the address of the table, or an address for each row.
@@ -192,6 +199,6 @@ def round_stochastically(x, bits, DTYPE: tl.constexpr):
     number = x.to(tl.int32, bitcast=True)
     finite = (number & 0x7F800000) != 0x7F800000
     # bf16 keeps 16 bits, and f16 keeps 19 (subnormal numbers of f16 are rounded once more).
-    CUT: tl.constexpr = 0xFFFF if tl.bfloat16 == DTYPE else 0x1FFF
+    CUT: tl.constexpr = 0xFFFF if tl.bfloat16 == DTYPE else 0x1FFF  # pyright: ignore[reportAssignmentType]
     cut = (number + (bits & CUT)) & (-1 - CUT)
     return tl.where(finite, cut, number).to(tl.float32, bitcast=True).to(DTYPE)

@@ -123,7 +123,7 @@ def _bits(scale: float) -> int:
 def polynomial(x, C: tl.constexpr):
     """Return C[0] + C[1] x + C[2] x² + ..."""
     y = tl.full(x.shape, C.value[len(C.value) - 1], x.dtype)
-    for i in tl.static_range(1, len(C.value)):
+    for i in tl.static_range(1, len(C.value)):  # pyright: ignore[reportGeneralTypeIssues]  # Triton unrolls it
         y = y * x + C.value[len(C.value) - 1 - i]
     return y
 

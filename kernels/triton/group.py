@@ -363,15 +363,16 @@ def sum_entries(
 
     The sum of a run longer than CHUNK adds the sums of the run's chunks.
     """
-    AHEAD: tl.constexpr = 4  # terms that a program loads at the same time
+    # terms that a program loads at the same time
+    AHEAD: tl.constexpr = 4  # pyright: ignore[reportAssignmentType]
     terms = tl.where(length > CHUNK, (length + CHUNK - 1) // CHUNK, length)
     longest = tl.reduce(terms, 0, larger)
     sums = tl.full((TILE_ROWS, TILE_COLUMNS), 0, chunks.dtype.element_ty)
     for group in range(0, longest // AHEAD):
-        for ahead in tl.static_range(AHEAD):
+        for ahead in tl.static_range(AHEAD):  # pyright: ignore[reportGeneralTypeIssues]  # Triton unrolls it
             k = group * AHEAD + ahead
             sums += entry(addresses, scales, chunks, start, length, terms, k, column, SCALED, DIM, CHUNK, ALIGN)
-    for last in range(longest // AHEAD * AHEAD, longest):
+    for last in range(longest // AHEAD * AHEAD, longest):  # pyright: ignore[reportArgumentType]  # Triton's integers
         sums += entry(addresses, scales, chunks, start, length, terms, last, column, SCALED, DIM, CHUNK, ALIGN)
     return sums
 
@@ -385,7 +386,8 @@ def entry(
     ACC: tl.constexpr = chunks.dtype.element_ty
     direct = k < tl.where(length > CHUNK, 0, terms)
     slot = tl.where(k == 0, start // CHUNK * 2 + 1, (start // CHUNK + k) * 2)
-    chunk = chunks.to(tl.int64) + slot * (DIM * (ACC.primitive_bitwidth // 8))
+    size = ACC.primitive_bitwidth // 8  # pyright: ignore[reportAttributeAccessIssue]  # ACC is a dtype
+    chunk = chunks.to(tl.int64) + slot * (DIM * size)
     address = tl.where(length > CHUNK, chunk, tl.load(addresses + start + k, mask=direct, other=0))
     read = (k < terms)[:, None] & (column < DIM)[None, :]
     x = tl.load(pointers(address, ACC, ALIGN) + column[None, :], mask=read, other=0)

@@ -5,14 +5,15 @@ A tile is `rows` × `columns` numbers that one program holds; columns is a power
 
 import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # the setting at the decoration of this package's kernels
+INTERPRETED = bool(knobs.runtime.interpret)  # the setting at the decoration of this package's kernels
 DTYPES = {
     torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
     torch.int32: tl.int32, torch.int64: tl.int64,
@@ -36,7 +37,7 @@ class Tile(NamedTuple):
 
 def tile(dim: int, *, whole_rows: bool = False) -> Tile:
     """Return a tile for rows of `dim` numbers. With `whole_rows`, one program holds all columns."""
-    columns = triton.next_power_of_2(max(dim, 1))
+    columns = cast(int, triton.next_power_of_2(max(dim, 1)))
     columns = columns if whole_rows else min(columns, TILE)
     return Tile(max(1, min(TILE // columns, TILE_ROWS_MAX)), columns, 4 if columns <= 2 * TILE else 8)
 
@@ -86,7 +87,7 @@ def pack(values: Sequence[int], device: torch.device) -> Tensor:
 @triton.jit
 def _pack(out, lows, highs):
     # Arguments are 4 · half + 3, because triton would recompile for each pattern of ones and of multiples of 16.
-    for i in tl.static_range(len(lows)):
+    for i in tl.static_range(len(lows)):  # pyright: ignore[reportGeneralTypeIssues]  # Triton unrolls it
         low, high = tl.full((), lows[i], tl.int64) >> 2, tl.full((), highs[i], tl.int64) >> 2
         tl.store(out + i, high << 29 | low)
 

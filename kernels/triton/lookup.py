@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from funcrec.kernels.forms import Feature, accumulation_dtype, features_of, in_blocks
 from funcrec.kernels.triton import launch as on
 from funcrec.kernels.triton.device import (
     bag_bounds,
+    constexpr,
     decoded,
     divide,
+    jit,
     kernel,
     lanes,
     larger,
@@ -210,8 +211,8 @@ def run_plan(kernel, plan: Plan, tables, rows, offsets, weights, other, out, str
         at += FIELDS * len(g.tables)
 
 
-@triton.jit
-def feature_at(packed, ROWS: tl.constexpr, FIELDS: tl.constexpr):
+@jit
+def feature_at(packed, ROWS: constexpr, FIELDS: constexpr):
     """Return the numbers that `run_plan` packed for this program's feature."""
     field = packed + tl.program_id(1) * FIELDS
     ids = tl.load(field + 2).to(tl.pointer_type(ROWS))

@@ -7,6 +7,7 @@ Shapes: N ids, P places of changes, V vocabularies, R rows.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import triton.language as tl
@@ -82,7 +83,8 @@ def settle_columns_(
     places = of_columns(call, len(forms), ids, offsets, columns, device)
     least = any(f.how.least for f in forms)
     _settle(together(call, forms, device), every, places, on.contiguous(found), least)
-    torch._foreach_add_([f.now for f in forms], 1)
+    nows = [cast(Tensor, f.now) for f in forms]
+    torch._foreach_add_(nows, 1)  # pyright: ignore[reportPrivateImportUsage]  # torch exports no other name for it
 
 
 def _check(call: str, found: Sequence[Tensor], size: int, room: int, count: int) -> None:

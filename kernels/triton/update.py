@@ -18,6 +18,7 @@ from funcrec.kernels.rules import RULES
 from funcrec.kernels.triton import formulas
 from funcrec.kernels.triton import launch as on
 from funcrec.kernels.triton.device import (
+    constexpr,
     kernel,
     lanes,
     random_bits,
@@ -62,7 +63,7 @@ def fused_update_(
     """
     num_slots = _check(tables, slots, rule, hyper)
     wide = _wide(tables, first, dims)
-    first = first.to(torch.int64).contiguous() if dims else None
+    first = first.to(torch.int64).contiguous() if dims and first is not None else None
     draws = None if key is None else (key.contiguous(), key[..., 1].contiguous())
     rows, offsets, weights = on.contiguous(rows), on.contiguous(offsets), on.contiguous(weights)
     parts = segments_of(segments)
@@ -147,7 +148,7 @@ def _update_tables(
     chunks = chunk_sums(g, g.bases[numbers[0]], g.bases[numbers[-1] + 1], dim, acc)
     t = on.tile(dim, whole_rows=True)
     rounds = draws is not None and table.dtype in (torch.float16, torch.bfloat16)
-    drawn = (*draws, draws[1].shape[1]) if rounds else (packed, packed, 0)
+    drawn = (*draws, draws[1].shape[1]) if draws is not None and rounds else (packed, packed, 0)
     on.launch(
         _update, (t.over(capacity),), packed, len(own), g.packed[numbers[0] :], g.firsts[numbers[0] :], g.keys,
         g.addresses,
@@ -212,9 +213,8 @@ def _update(
 
 @triton.jit
 def slot_at(
-    packed, which, num_tables, row, own, NTH: tl.constexpr, BY_ROW: tl.constexpr, ACC: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ALIGN: tl.constexpr,
+    packed, which, num_tables, row, own, NTH: constexpr, BY_ROW: constexpr, ACC: constexpr, WIDTH: constexpr,
+    ALIGN: constexpr,
 ):  # fmt: skip
     """Return pointers to slot NTH of rows, or any value if the rule has no such slot."""
     if len(BY_ROW) <= NTH:
@@ -228,7 +228,7 @@ def slot_at(
 
 
 @triton.jit
-def load_slot(at, nothing, used, mask, NTH: tl.constexpr, BY_ROW: tl.constexpr):
+def load_slot(at, nothing, used, mask, NTH: constexpr, BY_ROW: constexpr):
     if len(BY_ROW) <= NTH:
         return nothing
     elif BY_ROW[NTH]:
@@ -238,7 +238,7 @@ def load_slot(at, nothing, used, mask, NTH: tl.constexpr, BY_ROW: tl.constexpr):
 
 
 @triton.jit
-def store_slot(at, x, used, mask, NTH: tl.constexpr, BY_ROW: tl.constexpr):
+def store_slot(at, x, used, mask, NTH: constexpr, BY_ROW: constexpr):
     if len(BY_ROW) > NTH:
         if BY_ROW[NTH]:
             tl.store(at, x, mask=used[:, None])

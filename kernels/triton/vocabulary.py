@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from funcrec.kernels.reference_jagged import ascending
 from funcrec.kernels.triton import launch as on
-from funcrec.kernels.triton.device import kernel, lanes, mix, of_least, upper_bound
+from funcrec.kernels.triton.device import jit, kernel, lanes, mix, of_least, upper_bound
 from funcrec.kernels.vocabulary import SLOTS, Admission, Column, columns_of, of_shared
 from torch import Tensor
 
@@ -179,7 +179,7 @@ def _places(sums, starts, at, size, num_bags, steps, LANES: tl.constexpr):
 # -- device functions --------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@jit
 def vocabulary_at(begins, place, size, count, steps):
     """Return the vocabulary of each place, or the last one, and whether the place holds an id."""
     given = (place < size) & (place < tl.load(begins + count))
