@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from funcrec.core import sure
 from funcrec.kernels.library import twin
 
 PUT = torch.ops.aten.index_put.default
@@ -94,7 +95,7 @@ def plan_writes(
     on_way = {n for way in ways.values() for n in way.nodes if replaced_by(n)}
     writes = []
     for node in (n for n in graph.graph.nodes if n in on_way):
-        call, count = (PUT_, 1) if node.target is PUT else twin(node.target)
+        call, count = (PUT_, 1) if node.target is PUT else sure(twin(node.target))
         rest = (*node.args[count:], *node.kwargs.values())
         writes.append(Write(call, (*map_arg(node.args[:count], written), *map_arg(rest, read))))
     end.args = (results,)  # Now no node reads the operations that write in place.
@@ -201,7 +202,7 @@ def replaced_by(node: Any) -> tuple[Node, ...]:
     if not isinstance(node, Node) or node.op != "call_function":
         return ()
     if node.target is PUT:
-        return (node.args[0],)
+        return (arguments(node)[0],)
     found = twin(node.target)
     if found is None:
         return ()
