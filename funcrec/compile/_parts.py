@@ -118,7 +118,8 @@ def stage_part(call: str, fn: Callable[..., list[Tensor]], operands: Sequence[Te
     tracer = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY).tracer
     last = next(reversed(tracer.graph.nodes), None)
     own = [x.clone() for x in operands]
-    starts = [sure(node_of(x, tracer)) for x in own]  # before the function runs: a write to x would move x to another node
+    # Before the function runs, because a write to x moves x to another node.
+    starts = [sure(node_of(x, tracer)) for x in own]
     with chained() as prints:
         results = fn(*own)
     outputs = [node_of(x, tracer) or sure(node_of(x.clone(), tracer)) for x in (*results, *prints[-1:])]
