@@ -386,11 +386,11 @@ def _is_shared(dim) -> bool:
 
 def _member(x: Any, dim: Any, index: int | None) -> Any:
     """Return member `index` of a batch, or with index None a member of zeros for an empty batch."""
-    are_lists = isinstance(x, (list, tuple)) and isinstance(dim, (list, tuple))
-    if are_lists:
+    if isinstance(x, (list, tuple)) and isinstance(dim, (list, tuple)):
         return [_member(y, d, index) for y, d in zip(x, dim, strict=True)]
     if dim is None:
         return x
+    tensor, at = cast(Tensor, x), cast(int, dim)
     if index is None:
-        return x.new_zeros([*x.shape[:dim], *x.shape[dim + 1 :]])
-    return x.select(dim, index).contiguous()
+        return tensor.new_zeros([*tensor.shape[:at], *tensor.shape[at + 1 :]])
+    return tensor.select(at, index).contiguous()

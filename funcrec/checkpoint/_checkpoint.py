@@ -8,7 +8,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.utils._pytree as torch_tree
@@ -39,6 +39,39 @@ from funcrec.train import TrainState, TrainStep, readers, update_of
 SAVE, LOAD = "funcrec.save", "funcrec.load"
 
 
+@overload
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    mesh: Mesh | None = None,
+    keep: Count | None = None,
+    step: Size | None = None,
+    asynchronous: Literal[False] = False,
+    copy_bytes: Size | None = None,
+) -> Path: ...
+@overload
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    mesh: Mesh | None = None,
+    keep: Count | None = None,
+    step: Size | None = None,
+    asynchronous: Literal[True],
+    copy_bytes: Size | None = None,
+) -> Saving: ...
+@overload
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    mesh: Mesh | None = None,
+    keep: Count | None = None,
+    step: Size | None = None,
+    asynchronous: bool,
+    copy_bytes: Size | None = None,
+) -> Path | Saving: ...
 @called_by_all_ranks(is_of_ranks)
 @typed
 def save(

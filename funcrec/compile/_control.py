@@ -8,7 +8,7 @@ parts of its program (`_parts`), and the program reads the predicate when it run
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ from funcrec.compile._staged_control import Flattened, cond_flat, staged_loop
 from funcrec.core import Problem, below, check, describe, fail, fast_flatten, typed, value_below, vmaps_of
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @typed
-def cond(pred: Any, true_fn: Callable[..., T], false_fn: Callable[..., T], *args: Any) -> T:
+def cond(pred: Any, true_fn: Callable[[*Ts], T], false_fn: Callable[[*Ts], T], *args: *Ts) -> T:
     """Return true_fn(*args) if `pred` holds, else false_fn(*args).
 
     Args:

@@ -289,7 +289,7 @@ class Jitted(Generic[A, R]):
         hint += "or fr.jit(fn) itself" if self.is_one else "or jit without donate="
         fail(call, what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
 
-    def lower(self, *args: A.args, **kwargs: A.kwargs) -> Lowered:
+    def lower(self, *args: A.args, **kwargs: A.kwargs) -> Lowered[A, R]:
         """Return the program of a call, a `Lowered`. `lower` stages the function again, but does not compile or run the
         program, and takes no argument."""
         bound = self.signature.bind(*args, **kwargs)
@@ -307,7 +307,7 @@ class Jitted(Generic[A, R]):
 
         (key,) = program.compiled
 
-        def compile() -> Jitted:
+        def compile() -> Jitted[A, R]:
             now = ((*here[:-1], surroundings()), key[1])
             if now != key:
                 refuse_other(self.name, key, now)

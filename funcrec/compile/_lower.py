@@ -4,7 +4,7 @@ jit(f).lower(x).compile()(x) = jit(f)(x)
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from funcrec.compile._keys import show_key
 from funcrec.compile._writes import leaves_read
 from funcrec.core import fail
 from funcrec.mesh import LEAVES, group_of
+
+A = ParamSpec("A")
+R = TypeVar("R")
 
 
 class Sent(NamedTuple):
@@ -35,7 +38,7 @@ def collectives_of(graph: torch.fx.Graph) -> Iterator[Sent]:
             yield Sent(name, tuple(x.shape), x.dtype, LEAVES[node.target](x.nbytes, group_of(group), *how))
 
 
-class Lowered(NamedTuple):
+class Lowered(NamedTuple, Generic[A, R]):
     """The program that a call of a jitted function runs. `fr.jit(f).lower(*args)` returns it.
 
     It shows what the call computes, reads, writes and sends. Lowering runs `f` once on shapes. It compiles nothing. It
@@ -80,7 +83,7 @@ class Lowered(NamedTuple):
     donated: tuple[str, ...]
     written: tuple[str, ...]
     exchanges: tuple[Sent, ...]
-    compile: Callable[[], Callable]
+    compile: Callable[[], Callable[A, R]]
 
     @property
     def sent_bytes(self) -> int:
@@ -103,8 +106,8 @@ class Lowered(NamedTuple):
 
 
 def lowered(
-    entry: Compiled, paths: dict[int, tuple[str, str]], forms: tuple, compile: Callable[[], Callable]
-) -> Lowered:
+    entry: Compiled, paths: dict[int, tuple[str, str]], forms: tuple, compile: Callable[[], Callable[A, R]]
+) -> Lowered[A, R]:
     """Return the Lowered of a staged program.
 
     paths: {leaf of the arguments: (argument, path)}. forms: the keys of those leaves.

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,13 +37,12 @@ from funcrec.core import (
     tree_unflatten,
     typed,
 )
-from funcrec.grad._value_and_grad import loss_and_aux, value_grad_and_overflows
+from funcrec.grad._value_and_grad import Gradient, loss_and_aux, value_grad_and_overflows
 from funcrec.jagged import part_problems
 from funcrec.kernels import library
 from funcrec.mesh import P, Part, added, axis_size, cut, flatten_parts, is_jagged, pushed, sum_of_kept
 from funcrec.tables import Bags, Params, RowGrads
 
-W = TypeVar("W")
 R = TypeVar("R")
 A = ParamSpec("A")
 CALL = "funcrec.accumulate_grads"
@@ -51,8 +50,8 @@ CALL = "funcrec.accumulate_grads"
 
 @typed
 def accumulate_grads(
-    loss_fn: Callable[Concatenate[W, A], R], num_micro_batches: Count, has_aux: bool = False
-) -> Callable[Concatenate[W, A], tuple[R, W]]:
+    loss_fn: Callable[Concatenate[Any, A], R], num_micro_batches: Count, has_aux: bool = False
+) -> Gradient[A, R]:
     """Return a function like that of `value_and_grad`, which differentiates k micro-batches in turn.
 
     It serves a batch that is too large to differentiate at once.
@@ -105,7 +104,7 @@ def accumulate_grads(
     """
     run = over_micro_batches(loss_fn, num_micro_batches, has_aux)
     pair: Callable[..., Any] = lambda params, batch, *args, **kwargs: run(params, batch, *args, **kwargs)[:2]
-    return functools.wraps(loss_fn)(pair)
+    return cast(Any, functools.wraps(loss_fn)(pair))
 
 
 def over_micro_batches(loss_fn: Callable, num_micro_batches: int, has_aux: bool) -> Callable:

@@ -9,7 +9,7 @@ torch.func differentiates this pass. Under `jit` the first pass is dead code, an
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -51,15 +51,19 @@ from funcrec.tables import (
 )
 
 W = TypeVar("W")
-R = TypeVar("R")
+R = TypeVar("R", covariant=True)
 A = ParamSpec("A")
 _TENSOR = object()  # stands for a tensor among the static leaves of aux
 
 
+class Gradient(Protocol[A, R]):
+    """A function of parameters and other arguments that returns (loss, grads), with grads like the parameters."""
+
+    def __call__(self, params: W, /, *args: A.args, **kwargs: A.kwargs) -> tuple[R, W]: ...
+
+
 @overload
-def value_and_grad(
-    loss_fn: Callable[Concatenate[W, A], R], has_aux: bool = False
-) -> Callable[Concatenate[W, A], tuple[R, W]]: ...
+def value_and_grad(loss_fn: Callable[Concatenate[Any, A], R], has_aux: bool = False) -> Gradient[A, R]: ...
 @overload
 def value_and_grad(
     loss_fn: Callable[A, R], has_aux: bool = False, *, argnums: Size | Sequence[Size]

@@ -10,7 +10,7 @@ Shapes: n ranks on the axis; x[r] is what rank r passes.
 import functools
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from funcrec.core import Problem, check, describe, paths, tree_flatten, tree_map
 from funcrec.mesh._axes import Axis, AxisName, bound_axes, bound_axis, rank_at
 from funcrec.mesh._exchange import exchange, extremum
 
-T = Any  # a pytree of tensors
+T = TypeVar("T")  # a pytree of tensors
 
 
 def psum(x: T, axis_name: AxisName) -> T:

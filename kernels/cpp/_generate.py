@@ -202,7 +202,7 @@ class Writer:
         self.arrays[name] = known(like.dtype), like.numel()
         for x in parts:
             target = like.new_empty(like.shape, device="meta").narrow(dim, at, x.shape[dim])
-            into = Value(like.dtype, x.shape, strides=target.stride(), offset=target.storage_offset())
+            into = Value(like.dtype, x.shape, strides=target.stride(), offset=int(target.storage_offset()))
             level, at = needs(x, x.shape), at + x.shape[dim]
             text = self.read(x, level, x.shape, like.dtype)
             if math.prod(x.shape) == 1:

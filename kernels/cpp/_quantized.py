@@ -140,7 +140,7 @@ def _forms(bits: tuple[int, ...], dims: tuple[int, ...]) -> tuple[tuple[int, ...
     return tuple(CODES[b] for b in bits), tuple(map(row_bytes, bits, dims))
 
 
-def _one(x: Tensor, bits: int, dim: int) -> tuple[int, int, int, int]:
+def _one(x: Tensor, bits: int, dim: int) -> tuple[int, ...]:
     """Return the description of a table of codes or floats: pointer, dtype, R, D."""
     if bits not in CODE_BITS:
         return table(x)
