@@ -59,6 +59,8 @@ _TENSOR = object()  # stands for a tensor among the static leaves of aux
 class Gradient(Protocol[A, R]):
     """A function of parameters and other arguments that returns (loss, grads), with grads like the parameters."""
 
+    __module__ = "funcrec.grad"  # what `help` shows
+
     def __call__(self, params: W, /, *args: A.args, **kwargs: A.kwargs) -> tuple[R, W]: ...
 
 
