@@ -8,7 +8,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.utils._pytree as torch_tree
@@ -354,7 +354,7 @@ def of_step_problems(sparse: RowOptimizer, tree: Any, mesh: Mesh | None) -> Iter
     if not states:
         yield Problem("the checkpoint has no state of a step.", describe(tree), "a TrainState", "like=None")
     for state in states:
-        samples = {n: {k: rows(0, 0) for k, rows in own.items()} for n, own in readers(state, sure(mesh)).items()}
+        samples = {n: {k: rows(0, 0) for k, rows in own.items()} for n, own in readers(state, cast(Mesh, mesh)).items()}
         yield from optimizer_problems(sparse, samples)
 
 
