@@ -114,7 +114,7 @@ def rows_at(address, row, DIM: constexpr, DTYPE: constexpr, ALIGN: constexpr):
 
 
 @triton.jit
-def decoded(address, column, read, BITS: tl.constexpr):
+def decoded(address, column, read, BITS: constexpr):
     """Return the numbers code · scale + bias of quantised rows, f32[rows, columns], and 0 where `read` is false.
 
     address: i64[rows], where the rows [scale f16][bias f16][codes of BITS, low bits first] begin. A row may begin at an
@@ -123,7 +123,7 @@ def decoded(address, column, read, BITS: tl.constexpr):
     first = address.to(tl.pointer_type(tl.uint8))[:, None]
     code = tl.load(first + 4 + (column * BITS // 8)[None, :], mask=read, other=0).to(tl.int32)
     code = (code >> (column * BITS % 8).to(tl.int32)[None, :]) & ((1 << BITS) - 1)
-    some = tl.reduce(read.to(tl.int32), 1, larger)[:, None] != 0
+    some = tl.reduce(read.to(tl.int32), 1, larger)[:, None] != 0  # pyright: ignore[reportArgumentType]
     x = code.to(tl.float32) * half_at(first, some) + half_at(first + 2, some)
     return tl.where(read, x, 0)
 
