@@ -54,8 +54,9 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
       whole blocks of 256 terms. Other sums are right, and repeat their own bits. Lookups in sharded tables send rows,
       as with `exact=True`; `dedup` and a `codec` raise.
 
-    Cost: products have 0.81 to 1 of oneDNN's speed for 64 rows and more, and at least its speed for fewer rows. A compiled step takes 1.07 (DLRM, batch 512) to 1.13 times the processor time (DeepFM), on one
-      thread of an AMD EPYC. Eager elementwise functions run as ten to twenty operations; compiled ones are fused.
+    Cost: products have 0.81 to 1 of oneDNN's speed for 64 rows and more, and 0.9 to 4 times its speed for one to eight
+      rows. A compiled step takes 1.07 (DLRM, batch 512) to 1.13 times the processor time (DeepFM), on one thread of an
+      AMD EPYC. Eager elementwise functions run as ten to twenty operations; compiled ones are fused.
 
     Example:
       >>> import torch, funcrec as fr
