@@ -3,6 +3,7 @@
 #include "jagged.h"
 #include "level.h"
 #include "lookup.h"
+#include "lookup_weights.h"
 #include "objects.h"
 #include "owners.h"
 #include "parallel.h"

@@ -1,4 +1,4 @@
-// Pooled sums of table rows, and the gradient of their weights.
+// Pooled sums of table rows.
 //   out[b, column:column+D] = sum over positions i of bag b of s_i * table[rows[i]]
 // A panel is the part of a row that one pass over a bag sums in registers: NV vectors of W lanes. A row is cut into panels. If W does not
 // divide D, the last panel overlaps the one before and both write the same numbers, so that there is no scalar tail.
@@ -6,6 +6,7 @@
 #pragma once
 #include <algorithm>
 #include <array>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -158,27 +159,15 @@ class RowsAhead {
   const char* ring_[RING];
 };
 
-// One panel of one bag: columns [column, column + NV * W). The first panel takes the addresses that were found ahead. The others find
-// them again, because a bag may be longer than the ring.
-template <class E, class Out, bool WEIGHTED, int NV, int W, bool FIRST>
-FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, int64_t column, Out* out, RowsAhead& ahead,
-                               RowsAhead::Cursor& cursor, uint64_t& taken) {
+// One panel of one bag: columns [column, column + NV * W) of rows. at(i): the row of position i, from its column on.
+template <class E, class Out, bool WEIGHTED, int NV, int W, class At>
+FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, int64_t column, Out* out, const At& at) {
   using A = Acc<E>;
   Vec<A, W> sums[NV] = {};
   for (int64_t i = r.begin; i < r.end; i++) {
-    const char* at;
-    int64_t first = 0;
-    if constexpr (FIRST) {
-      at = ahead.next<RowTraits<E>::bytes(NV * W)>(cursor, taken++);
-    } else {
-      const uint64_t row = f.rows[i];
-      const bool inside = row < uint64_t(f.table.rows);
-      at = inside ? f.table.data + row * f.row_bytes : ZEROS;
-      first = inside ? column : 0;
-    }
-    const InRow<E, W> from(at, first, f.table.dim);
+    const InRow<E, W> from = at(i);
     if constexpr (WEIGHTED) {
-      const A scale = A(call.weights[i]);
+      const A scale = std::is_same_v<Out, float> || f.weighted ? A(call.weights[i]) : A(1);
       for (int v = 0; v < NV; v++) sums[v] += from.get(v * W) * scale;
     } else {
       for (int v = 0; v < NV; v++) sums[v] += from.get(v * W);
@@ -200,6 +189,24 @@ FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, in
   }
 }
 
+// The panels from `column` on: of FULL vectors, then a panel that overlaps the last one. Their addresses are found again, because a bag may be
+// longer than the ring of those found ahead. This function is shared by rows of all lengths.
+template <class E, class Out, bool WEIGHTED, int FULL, int W>
+__attribute__((noinline)) void pool_rest(const Lookup& call, const Feature& f, Range r, int64_t column, Out* out) {
+  constexpr int64_t EACH = RowTraits<E>::EACH;
+  const int64_t dim = f.table.dim;
+  int64_t c = column;
+  const auto at = [&](int64_t i) __attribute__((always_inline)) {
+    const uint64_t row = f.rows[i];
+    const bool inside = row < uint64_t(f.table.rows);
+    return InRow<E, W>(inside ? f.table.data + row * f.row_bytes : ZEROS, inside ? c : 0, dim);
+  };
+  for (; c + FULL * W <= dim; c += FULL * W) pool_panel<E, Out, WEIGHTED, FULL, W>(call, f, r, c, out, at);
+  if (c == dim) return;
+  c = (dim - W + EACH - 1) / EACH * EACH;
+  pool_panel<E, Out, WEIGHTED, 1, W>(call, f, r, c, out, at);
+}
+
 // Bags of one id each, whose rows are one panel: the general sum's loops and tests would take as long as the row itself.
 template <class E, class Out, int NV, int W>
 FUNCREC_INLINE void pool_single(const Lookup& call, const Feature& f, Range bags, Out* out, RowsAhead& ahead) {
@@ -215,7 +222,8 @@ FUNCREC_INLINE void pool_single(const Lookup& call, const Feature& f, Range bags
   ahead.cursor = cursor, ahead.taken = taken;
 }
 
-// Bags of one feature. A row is a panel of NV vectors, then panels of FULL vectors, then a panel that overlaps the last one.
+// Bags of one feature. A row is a panel of NV vectors, then panels of FULL vectors, then a panel that overlaps the last one. With f64
+// outputs, WEIGHTED kernels serve features without weights as well, whose weights are 1.
 template <class E, class Out, bool WEIGHTED, int FULL, int NV, int W>
 void pool_bags(const Lookup& call, const Feature& f, Range bags, RowsAhead& ahead) {
   constexpr int FIRST = NV > 0 ? NV : FULL;
@@ -225,14 +233,13 @@ void pool_bags(const Lookup& call, const Feature& f, Range bags, RowsAhead& ahea
     if (dim == FIRST * W && call.is_single(f, bags)) return pool_single<E, Out, FIRST, W>(call, f, bags, out, ahead);
   RowsAhead::Cursor cursor = ahead.cursor;
   uint64_t taken = ahead.taken;
+  const auto next = [&](int64_t) __attribute__((always_inline)) {
+    return InRow<E, W>(ahead.next<RowTraits<E>::bytes(FIRST * W)>(cursor, taken++), 0, dim);
+  };
   for (int64_t b = bags.begin; b < bags.end; b++, out += call.columns) {
     const Range r = call.bag(f, b);
-    pool_panel<E, Out, WEIGHTED, FIRST, W, true>(call, f, r, 0, out, ahead, cursor, taken);
-    int64_t c = FIRST * W;
-    for (; c + FULL * W <= dim; c += FULL * W)
-      pool_panel<E, Out, WEIGHTED, FULL, W, false>(call, f, r, c, out, ahead, cursor, taken);
-    constexpr int64_t EACH = RowTraits<E>::EACH;
-    if (c < dim) pool_panel<E, Out, WEIGHTED, 1, W, false>(call, f, r, (dim - W + EACH - 1) / EACH * EACH, out, ahead, cursor, taken);
+    pool_panel<E, Out, WEIGHTED, FIRST, W>(call, f, r, 0, out, next);
+    if (FIRST * W < dim) pool_rest<E, Out, WEIGHTED, FULL, W>(call, f, r, FIRST * W, out);
   }
   ahead.cursor = cursor, ahead.taken = taken;
 }
@@ -247,22 +254,41 @@ template <class E, class Out, bool WEIGHTED, int W = LANES<Out>> Kernel kernel_o
   if constexpr (W > RowTraits<E>::LEAST) {
     if (dim < W) return kernel_of<E, Out, WEIGHTED, W / 2>(dim);
   }
-  if constexpr (std::is_same_v<Out, Acc<E>> && W == LANES<Out>) {
+  if constexpr (W == LANES<Out>) {
     static constexpr auto kernels =
         kernels_by_vectors<E, Out, WEIGHTED, W>(std::make_integer_sequence<int, MAX_VECTORS>{});
     return kernels[dim / W % MAX_VECTORS];
   } else {
-    return pool_bags<E, Out, WEIGHTED, 1, 0, W>;  // narrow rows, and f64 outputs of f32 tables: one vector at a time
+    return pool_bags<E, Out, WEIGHTED, 1, 0, W>;  // narrow rows: one vector
+  }
+}
+
+// The kernel of sums in f64, which serve for checks: fewer kernels.
+template <class E> Kernel kernel_of_f64(int64_t dim) {
+  constexpr int W = LANES<double>;
+  if (dim < W) return pool_bags<E, double, true, 1, 0, 1>;
+  if constexpr (std::is_same_v<E, double>) {
+    switch (dim / W % 8) {
+      case 0: return pool_bags<E, double, true, 8, 0, W>;
+      case 4: return pool_bags<E, double, true, 8, 4, W>;
+      case 1: case 5: return pool_bags<E, double, true, 4, 1, W>;
+      case 2: case 6: return pool_bags<E, double, true, 4, 2, W>;
+      default: return pool_bags<E, double, true, 4, 3, W>;
+    }
+  } else {
+    return pool_bags<E, double, true, 1, 0, W>;
   }
 }
 
 Kernel kernel_of_codes(const Feature& f);  // quantized.cpp
 
 template <class Out> Kernel kernel_of(const Feature& f) {
-  if (f.table.dtype >= CODES8) return std::is_same_v<Out, float> ? kernel_of_codes(f) : nullptr;
+  constexpr bool wide = std::is_same_v<Out, double>;
+  if (f.table.dtype >= CODES8) return wide ? nullptr : kernel_of_codes(f);
   return with_table_type(f.table.dtype, [&](auto tag) -> Kernel {
     using E = typename decltype(tag)::type;
-    if constexpr (sizeof(E) > sizeof(Out)) return nullptr;  // f64 tables have f64 outputs
+    if constexpr (wide) return kernel_of_f64<E>(f.table.dim);
+    else if constexpr (sizeof(E) > sizeof(Out)) return nullptr;  // f64 tables have f64 outputs
     else return f.weighted ? kernel_of<E, Out, true>(f.table.dim) : kernel_of<E, Out, false>(f.table.dim);
   });
 }
@@ -329,70 +355,5 @@ inline void pooled_lookup(Reader in) {
 }
 
 inline void quantized_lookup(Reader in) { pooled_lookup(in); }
-
-// -- the gradient of the weights --------------------------------------------------------------------------------------
-
-// <x, y> over n elements.
-template <class A, class E, class D> FUNCREC_INLINE A dot(const E* x, const D* y, int64_t n) {
-  return total<A, 0>(n, [&](auto at) {
-    constexpr int W = decltype(at)::lanes;
-    return Vec<A, W>(load<W>(x + at.i) * convert<A, W>(load<W>(y + at.i)));
-  });
-}
-
-// Adds <table[rows[i]], d[b]> to out[i] for the positions i in `part` of f's bags.
-template <class E, class D, class G>
-void add_weight_gradients(const Lookup& call, const Feature& f, const Matrix& d, Range part, G* out) {
-  const E* table = f.table.as<E>();
-  int64_t low = 0, high = call.num_bags;  // the first bag that ends after part.begin
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (call.offsets[f.first_bag + middle + 1] <= part.begin) low = middle + 1;
-    else high = middle;
-  }
-  for (int64_t b = low; b < call.num_bags; b++) {
-    const Range r = call.bag(f, b);
-    if (r.begin >= part.end) break;
-    const D* row_of_d = d.as<D>() + b * d.stride + f.column;
-    const Acc<E> length = f.mean && r.size() > 1 ? Acc<E>(r.size()) : Acc<E>(1);
-    for (int64_t i = std::max(r.begin, part.begin); i < std::min(r.end, part.end); i++) {
-      const int64_t row = f.rows[i];
-      if (uint64_t(row) >= uint64_t(f.table.rows)) continue;
-      if (i + FAR < r.end) prefetch<2>(row_address(f.table.data, f.rows[i + FAR], f.row_bytes), f.row_bytes);
-      out[i] += dot<Acc<E>>(table + row * f.table.dim, row_of_d, f.table.dim) / length;
-    }
-  }
-}
-
-// A part is a range of positions, so that it owns their gradients even if features share positions.
-inline void pooled_lookup_weights(Reader in) {
-  int64_t threads = in.number();
-  auto features = read_features(in);
-  const Vector offsets = in.vector(), out = in.vector();
-  const Matrix d = in.matrix();
-  std::vector<int64_t> memory;
-  const Lookup call{std::move(features), ascending(Ints(offsets), memory), Reals(), d.rows, d.columns, nullptr};
-  int64_t dims = 0;
-  for (const Feature& f : call.features) dims += f.table.dim;
-  if (out.size * dims < MIN_WORK) threads = 1;
-  const int64_t parts = threads > 1 ? std::min(4 * threads, out.size) : 1;
-  parallel_for(threads, parts, [&](int64_t p) {
-    const Range part{out.size * p / parts, out.size * (p + 1) / parts};
-    if (out.dtype == F64) std::fill(out.as<double>() + part.begin, out.as<double>() + part.end, 0.0);
-    else std::fill(out.as<float>() + part.begin, out.as<float>() + part.end, 0.0f);
-    for (const Feature& f : call.features) {
-      if (!f.weighted) continue;
-      with_table_type(f.table.dtype, [&](auto tag) {
-        using E = typename decltype(tag)::type;
-        const Range mine{part.begin, std::min(part.end, f.rows.size)};
-        auto add = [&](auto d_tag, auto* to) {
-          add_weight_gradients<E, typename decltype(d_tag)::type>(call, f, d, mine, to);
-        };
-        if (d.dtype == F64) out.dtype == F64 ? add(Type<double>{}, out.as<double>()) : add(Type<double>{}, out.as<float>());
-        else out.dtype == F64 ? add(Type<float>{}, out.as<double>()) : add(Type<float>{}, out.as<float>());
-      });
-    }
-  });
-}
 
 }  // namespace funcrec

@@ -33,21 +33,25 @@ template <int N, int MOST, class F> FUNCREC_INLINE int64_t at_most(int64_t i, in
   if constexpr (MOST == 1) {
     if (i + N <= end) f(i), i += N;
   } else {
+    const int64_t last = end - N < i + N * (MOST - 1) ? end - N : i + N * (MOST - 1);  // GCC heeds the next line if one test ends the loop
 #pragma GCC unroll 1
-    for (int k = 0; k < MOST && i + N <= end; i += N, k++) f(i);
+    for (; i <= last; i += N) f(i);
   }
   return i;
 }
 
-// Calls f at every position of a row. D is the row's length if the compiler knows it, else 0.
+// Calls f at every position of a row. D > 0 divides the row's length, which is then not 0: there are no tails. D = 0: any length.
 template <class A, int D, int N = LANES<A>, int MOST = 0, class F>
-FUNCREC_INLINE void each(int64_t dim, const F& f, int64_t begin = 0) {
-  const int64_t end = D ? D : dim;
-  int64_t i = begin;
-  if constexpr (MOST) i = at_most<N, MOST>(i, end, [&](int64_t k) __attribute__((always_inline)) { f(Position<A, N>{k}); });
-  else
-    for (; i + N <= end; i += N) f(Position<A, N>{i});
-  if constexpr (N > 1 && (D == 0 || D % N != 0)) each<A, D, NARROWER<N>, N / NARROWER<N> - 1>(dim, f, i);
+FUNCREC_INLINE void each(int64_t dim, const F& f, int64_t i = 0) {
+  if constexpr (D > 0) {
+    static_assert(D % N == 0);
+    for (; i < dim; i += N) f(Position<A, N>{i});
+  } else {
+    if constexpr (MOST) i = at_most<N, MOST>(i, dim, [&](int64_t k) __attribute__((always_inline)) { f(Position<A, N>{k}); });
+    else
+      for (; i + N <= dim; i += N) f(Position<A, N>{i});
+    if constexpr (N > 1) each<A, 0, NARROWER<N>, N / NARROWER<N> - 1>(dim, f, i);
+  }
 }
 
 // The number of partial sums of a row: the same on every instruction set, so that a sum has the same bits on all of them.
@@ -55,28 +59,28 @@ template <class A> constexpr int PARTIAL_SUMS = 64 / int(sizeof(A));
 
 // Σ f over a row: N partial sums, one for every N-th element, whose halves are then added; the remaining elements come first, in the same
 // way with fewer partial sums. The order depends on the row's length alone: N lanes are as many of the widest vectors as are needed.
+// D is as in `each`.
 template <class A, int D, int N = PARTIAL_SUMS<A>, int MOST = 0, class F>
-FUNCREC_INLINE A total(int64_t dim, const F& f, int64_t begin = 0) {
-  const int64_t end = D ? D : dim;
-  int64_t i = begin;
+FUNCREC_INLINE A total(int64_t dim, const F& f, int64_t i = 0) {
   A whole = 0, rest = 0;
   if constexpr (N == 1) {
-    at_most<1, MOST>(i, end, [&](int64_t k) __attribute__((always_inline)) { rest += f(Position<A, 1>{k}); });
+    at_most<1, MOST>(i, dim, [&](int64_t k) __attribute__((always_inline)) { rest += f(Position<A, 1>{k}); });
     return rest;
   } else {
-    if (i + N <= end) {
+    static_assert(D % N == 0);
+    if (D > 0 || i + N <= dim) {
       constexpr int W = N < LANES<A> ? N : LANES<A>, K = N / W;
       Vec<A, W> sums[K];
       for (int k = 0; k < K; k++) sums[k] = f(Position<A, W>{i + k * W});
       i += N;
       if constexpr (MOST != 1)
-        for (; i + N <= end; i += N)
+        for (; i + N <= dim; i += N)
           for (int k = 0; k < K; k++) sums[k] += f(Position<A, W>{i + k * W});
       for (int half = K / 2; half > 0; half /= 2)
         for (int k = 0; k < half; k++) sums[k] += sums[k + half];
       whole = sum<A, W>(sums[0]);
     }
-    if constexpr (D == 0 || D % N != 0) rest = total<A, D, NARROWER<N>, N / NARROWER<N> - 1>(dim, f, i);
+    if constexpr (D == 0) rest = total<A, 0, NARROWER<N>, N / NARROWER<N> - 1>(dim, f, i);
     return rest + whole;
   }
 }

@@ -45,10 +45,6 @@ struct Hyper {
 
 constexpr int WIDE = 1, NARROW = 0;   // a slot [R, D], a slot [R]
 
-template <class A, int D, class W> FUNCREC_INLINE A norm(int64_t dim, const W& p) {
-  return std::sqrt(total<A, D>(dim, [&](auto at) { auto v = at(p); return v * v; }));
-}
-
 // 1 - bᵗ
 inline double correction(double b, double t) { return b > 0 ? -std::expm1(t * std::log(b)) : 1; }
 

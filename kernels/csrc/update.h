@@ -167,9 +167,11 @@ inline void fused_update(Reader in) {
       const bool is_wide = mine.table.dtype == F64;
       // lr and t in the accumulator's precision, as the rule in torch sees them
       const Hyper hyper{is_wide ? mine.lr : float(mine.lr), is_wide ? mine.t : float(mine.t), mine.numbers, &mine.code};
-      with_table_type(mine.table.dtype, [&](auto tag) {
-        update_class<typename decltype(tag)::type>(mine, group, rows.block, number, hyper);
-      });
+      const auto update = [&] {
+        if (is_wide || number == GENERATED || mine.is_window() || mine.table.dim % UNIT) return update_other;
+        return mine.table.dtype == F32 ? update_class<float> : mine.table.dtype == F16 ? update_class<Half> : update_class<Bf16>;
+      };
+      update()(mine, group, rows.block, number, hyper);
     }
   });
 }

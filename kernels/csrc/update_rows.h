@@ -1,12 +1,12 @@
 // One class of rows of a table: for every row that occurs, its gradients are summed in order, the rule is applied and the row is written
-// once. Most of the compiled code is update_class<E>, so tables of each dtype E have a file of their own.
+// once. Most of the compiled code is in update_class<E>, so tables of each dtype E have a file of their own.
 #pragma once
 #include <algorithm>
 
+#include "called.h"
 #include "formulas.h"
 #include "group.h"
 #include "random.h"
-#include "window.h"
 
 namespace funcrec {
 
@@ -30,13 +30,14 @@ struct Trained {
 
 // -- one class of rows -------------------------------------------------------------------------------------------
 
-// E: the row's type in memory. A 16-bit row is narrowed as the rule writes it, never through memory.
-template <class E, class Rule, int D> void update_rows(const Trained& t, const Group& g, const Rule rule, int64_t block) {
+// E: the row's type in memory. D divides the rows' length, unless it is 0. DIM is that length, if it is not 0: then loops over a row are
+// unrolled. A 16-bit row is narrowed as the rule writes it, not through memory, unless the rule is called.
+template <class E, class Rule, int D, int DIM = 0> void update_rows(const Trained& t, const Group& g, const Rule rule, int64_t block) {
   using A = Acc<E>;
   constexpr bool NARROWED = sizeof(E) == 2;
   thread_local Scratch<A> row_memory;
   thread_local Scratch<uint16_t> bits_memory;
-  const int64_t dim = D ? D : t.table.dim, wide = gradient_size(rule, dim);
+  const int64_t dim = DIM ? DIM : t.table.dim, wide = gradient_size(rule, dim);
   const int64_t row_bytes = dim * sizeof(E), first = block << BLOCK_BITS, room = (wide + 31) / 32 * 32;
   // Σ of a row's entries, then memory that the rule may overwrite; `room` is a multiple of the widest vector
   A *const sum = row_memory.need((1 + spare_rows(rule)) * room), *const spare = sum + room;
@@ -89,31 +90,26 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
   }
 }
 
+// Tables of f32 and 16 bits whose rows are some times UNIT long, by one of the library's rules. Common lengths are unrolled.
+constexpr int UNIT = 16;
+
 template <class E> void update_class(const Trained& t, const Group& group, int64_t block, int64_t number, const Hyper& hyper) {
-  with_rule<Acc<E>>(number, hyper, [&](const auto& rule) {
+  with_rule<float>(number, hyper, [&](const auto& rule) {
     using Rule = std::decay_t<decltype(rule)>;
-    // A window runs its rule through a pointer; otherwise this loop would be compiled twice for each rule and dtype.
-    if (t.is_window()) {
-      if constexpr (!std::is_same_v<Rule, Generated<Acc<E>>>) {
-        using Window = Windowed<Acc<E>>;
-        update_rows<E, Window, 0>(t, group, Window(rule, t.wide, *t.first), block);
-      }
-      return;
-    }
-    // Common dims are unrolled, except for f64, which serves for checks.
-    const auto update = [&](auto d) { update_rows<E, Rule, decltype(d)::value>(t, group, rule, block); };
-    if constexpr (sizeof(E) <= 4) {
+    if constexpr (!std::is_same_v<Rule, Generated<float>>) {
+      const auto update = [&](auto dim) { update_rows<E, Rule, UNIT, decltype(dim)::value>(t, group, rule, block); };
       if constexpr (sizeof(E) == 4) {
         if (t.table.dim == 16) return update(std::integral_constant<int, 16>());
         if (t.table.dim == 32) return update(std::integral_constant<int, 32>());
       }
-      switch (t.table.dim) {
-        case 64: return update(std::integral_constant<int, 64>());
-        case 128: return update(std::integral_constant<int, 128>());
-      }
+      if (t.table.dim == 64) return update(std::integral_constant<int, 64>());
+      if (t.table.dim == 128) return update(std::integral_constant<int, 128>());
+      update(std::integral_constant<int, 0>());
     }
-    update(std::integral_constant<int, 0>());
   });
 }
+
+// All other tables: rows of any length, f64, windows, rules of users.
+void update_other(const Trained& t, const Group& group, int64_t block, int64_t number, const Hyper& hyper);
 
 }  // namespace funcrec
