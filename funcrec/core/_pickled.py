@@ -83,7 +83,8 @@ def short(x: Any) -> str:
     text = repr(x)
     if "\n" not in text and len(text) <= LONGEST:
         return text
-    return x._brief() if hasattr(x, "_brief") else f"<{type(x).__name__}>"
+    brief = getattr(x, "_brief", None)
+    return f"<{type(x).__name__}>" if brief is None else brief()
 
 
 def reduced(value: Any) -> tuple[Any, ...]:
