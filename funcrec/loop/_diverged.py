@@ -70,7 +70,7 @@ class Divergence:
         self.step, self.mesh, self.unread, self.members = step, mesh, [], 1
         self.finite = {path for path, x in floats(state) if sums_are_finite([x]) or bool(are_finite(x, 1).all())}
 
-    def check(self, step: int, item: tuple[Position, Any], metrics: Any, run: Run, at_once: bool) -> None:
+    def check(self, step: int, item: tuple[Position, Any], metrics: Any, run: Run, at_once: int | None) -> None:
         """Note the loss of a step, and raise for what diverged. With `at_once`, read all losses and the parameters."""
         if has_loss(metrics):
             loss = torch.as_tensor(metrics["loss"]).detach()

@@ -312,8 +312,7 @@ def train_epoch(
             is_last = position.epoch != epoch
             stopped, is_late = (0, 0) if is_last else ask()
             is_due = is_late or (work.save_every_steps and steps % work.save_every_steps == 0)
-            at_once = bool(is_last or stopped or is_due)
-            divergence.check(before + steps, item, metrics, run._replace(state=state), at_once)
+            divergence.check(before + steps, item, metrics, run._replace(state=state), is_last or stopped or is_due)
             if is_last:
                 break
             if stopped:
