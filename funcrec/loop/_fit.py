@@ -326,8 +326,7 @@ def train_epoch(
             got, need = f"{steps} batches, the last with {position}", f"Position({epoch + 1}, 0) with the last one"
             fail("funcrec.fit", f"`loader` ended in the midst of epoch {epoch}.", got=got, need=need)
     loss = {"loss": float(loss_sum) / steps} if has_loss(metrics) else {}  # this waits for the device
-    seconds = time.perf_counter() - began
-    timed = steps - run.position.batch - 1
+    seconds, timed = time.perf_counter() - began, steps - run.position.batch - 1
     entry = {"epoch": epoch, **loss, "steps": steps, "seconds": seconds, "steps_per_s": timed / seconds}
     if work.bad_ids.mode == "count":
         entry["bad_ids"] = sum(say(bad, Ranks.of(work.mesh)))
