@@ -70,8 +70,10 @@ def shared_leaves(known: Hold | None, leaves: Sequence, written: Sequence[int]) 
     # Most calls write to the memory of the call before: three sweeps in C then replace all of the code below. A holder
     # that `known` does not count would see the writes. So would a second user of a leaf's C++ part (a saved graph, a
     # second Python object).
-    is_known = known is not None and known.is_stable and storages == known.storages
-    if is_known and [*map(_num_holders, storages)] == known.counts and {*map(_uses, mine)} <= {1}:
+    if (
+        known is not None and known.is_stable and storages == known.storages
+        and [*map(_num_holders, storages)] == known.counts and {*map(_uses, mine)} <= {1}
+    ):  # fmt: skip
         return known, {}
     known = hold(leaves, written)
     found = zip(written, known.storages, known.counts, strict=True)

@@ -7,7 +7,7 @@ structure's container at that place (class, keys, static fields), and appends th
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import optree
 
@@ -48,7 +48,7 @@ def reader(structure: optree.PyTreeSpec) -> Reader | None:
     """Return the reader of a structure, or None if it has a container of another kind."""
     if structure.is_leaf():
         return read_leaf
-    kind, children = structure.type, structure.children()
+    kind, children = cast(Any, structure.type), structure.children()
     if kind is type(None):
         return lambda x, out: x is None
     readers = [reader(child) for child in children]

@@ -33,7 +33,7 @@ def check_invariant_step(
     batch: Any,
     *,
     ranks: Sequence[Count] = (2, 4),
-    placements: Sequence[Kind] = (*ONE_AXIS, *TWO_AXES),
+    kinds: Sequence[Kind] = (*ONE_AXIS, *TWO_AXES),
     micro_batches: Sequence[Count] = (2, 4),
     threads: Sequence[Count] = (1, 2, 3, 4),
     num_steps: Count = 2,
@@ -45,7 +45,7 @@ def check_invariant_step(
       step_of: () -> TrainStep. It passes its keywords `micro_batches`, `mesh` and `plan` on to `train_step`.
       params: the parameters of one process, with which each run begins.
       batch: a `Batch`, a KeyedJaggedTensor, or a tree of tensors [B, ...].
-      ranks: numbers of emulated ranks. placements: the kinds of all tables; those of two axes need 4 ranks or more.
+      ranks: numbers of emulated ranks. kinds: kinds of placement of all tables; two axes need 4 ranks or more.
       micro_batches: numbers of parts of the batch. threads: numbers of threads.
       num_steps: the steps of a run. compiled: whether a program of `fr.jit` runs, too, which takes a minute.
 
@@ -60,7 +60,7 @@ def check_invariant_step(
       >>> loss_fn = lambda params, x: ((x @ params.dense) ** 2).mean()
       >>> step_of = functools.partial(fr.train_step, loss_fn, sparse=fr.optim.sgd(lr=0.1), invariant=True)
       >>> params, x = fr.Params({"t": torch.ones(4, 2)}, torch.ones(3)), torch.linspace(-1, 1, 1536).view(512, 3)
-      >>> few = {"ranks": [2], "placements": ["row_wise"], "micro_batches": [2], "compiled": False}
+      >>> few = {"ranks": [2], "kinds": ["row_wise"], "micro_batches": [2], "compiled": False}
       >>> check_invariant_step(step_of, params, x, **few)
     """
     check(CALL, part_problems(examples_of(batch, CALL), "ranks", ranks))
@@ -89,7 +89,7 @@ def check_invariant_step(
     for k in micro_batches:
         same(trained(step_of(micro_batches=k), first), want, f"{k} micro-batches")
     shapes = {name: tuple(table.shape) for name, table in params.tables.items()}
-    for mesh, kind in cells(ranks, placements):
+    for mesh, kind in cells(ranks, kinds):
         on_ranks = step_of(mesh=mesh, plan=Plan.uniform(kind, shapes, mesh))
         state, metrics = trained(on_ranks, on_ranks.init(params, random.key(0)))
         same((gather_state(state, mesh), metrics), want, f"{mesh.size} ranks, {kind}")
@@ -97,9 +97,9 @@ def check_invariant_step(
         same(trained(jit(step), first), want, "a compiled step")
 
 
-def cells(ranks: Sequence[int], placements: Sequence[Kind]) -> Iterator[tuple[Mesh, Kind]]:
+def cells(ranks: Sequence[int], kinds: Sequence[Kind]) -> Iterator[tuple[Mesh, Kind]]:
     for n in ranks:
-        for kind in placements:
+        for kind in kinds:
             if kind in ONE_AXIS:
                 yield Mesh.emulated(x=n), kind
             elif n >= 4:

@@ -204,7 +204,7 @@ def tested() -> list[Call]:
         check_invariant_step=(testing.check_invariant_step,
             {"step_of": partial(fr.train_step, lambda p, x: (x @ p.dense).mean(), sparse=SPARSE, invariant=True),
                 "params": fr.Params({"t": f32(4, 2)}, f32(3)), "batch": f32(512, 3), "ranks": [2],
-                "placements": ["row_wise"], "micro_batches": [2], "threads": [1], "num_steps": 1, "compiled": False},
+                "kinds": ["row_wise"], "micro_batches": [2], "threads": [1], "num_steps": 1, "compiled": False},
             ("params.tables", "params.dense", "compiled")),
         check_transforms=(lambda f, x, **how: testing.check_transforms(f, x, **how),
             {"f": torch.sin, "x": f32(2), "modes": ["grad"], "may_raise": ["jvp"]}),

@@ -23,7 +23,7 @@ def test_a_model_passes_in_every_cell():
     """A DLRM passes on 4 ranks under placements of one axis and of two, in micro-batches, and as a member of vmap."""
     model = runs.model_of()
     step = functools.partial(fr.train_step, model, **SPARSE, invariant=True)
-    few = {**FEW, "ranks": [4], "micro_batches": [4], "placements": ["column_wise", "grid"]}
+    few = {**FEW, "ranks": [4], "micro_batches": [4], "kinds": ["column_wise", "grid"]}
     check_invariant_step(step, model.init(fr.key(0)), runs.batch_of(0), num_steps=1, **few)
 
 
