@@ -123,7 +123,8 @@ def save_run(work: Work, run: Run) -> None:
     if is_sharded(run.state) and not in_parts:
         tree["state"] = gather_state(run.state, sure(work.mesh))
     if in_parts or is_chief(work.mesh):
-        step = {} if work.keep is None else {"keep": work.keep, "step": steps_of(run.history) + run.position.batch}
+        step: dict[str, Any] = {}
+        step |= {} if work.keep is None else {"keep": work.keep, "step": steps_of(run.history) + run.position.batch}
         save(work.checkpoint, tree, asynchronous=work.asynchronous, **step)
     work.clock.saved_s = time.monotonic()
 
