@@ -2,9 +2,8 @@
 
     jit(f)(x) = f(x);     jit(f, donate=("s",))(s, x) = f(s, x), written into the memory of s
 
-`jit` flattens a call to tensors. `make_fx` runs the function once on shapes and records its operations. Inductor turns
-the flat graph into code. If an output is a donated leaf with some rows replaced, the code returns the rows, and `jit`
-writes these rows into the leaf: no table is copied.
+`jit` flattens a call to tensors. `make_fx` runs the function once on shapes and records its operations. Inductor makes
+code of the graph. For a donated leaf with some rows replaced, the code returns rows that `jit` writes into the leaf.
 """
 
 import functools
