@@ -26,10 +26,10 @@ _requires_grad = operator.attrgetter("requires_grad")
 class Hold(NamedTuple):
     """The memory of the leaves that a call writes to, and the counts of holders if the call alone has this memory.
 
-    views: the numbers of written leaves that are views. storages: the address of
-    each written leaf's storage. counts: the number of holders of each storage, negative for memory that neither torch
-    nor funcrec allocated. is_stable: whether the counts hold in each call whose written leaves have these storages:
-    written leaves that are no views, and no other leaves, are the holders.
+    views: the numbers of written leaves that are views. storages: the address of each written leaf's storage. counts:
+    the number of holders of each storage, negative for memory that neither torch nor funcrec allocated. is_stable:
+    whether the counts hold in each call whose written leaves have these storages, because written leaves that are no
+    views are the only holders.
     """
 
     views: list[int]
