@@ -62,7 +62,7 @@ def _products(
     first = part % block * CHAIN
     a += part // block * a_stack + row * a_row + first * a_term
     b += part // block * b_stack + column * b_column + first * b_term
-    acc = tl.zeros((ROWS, COLUMNS), parts.dtype.element_ty)
+    acc = tl.full((ROWS, COLUMNS), 0, parts.dtype.element_ty)
     for k in range(tl.minimum(count - first, CHAIN)):
         x = tl.load(a + k * a_term, mask=row < num_rows, other=0)
         y = tl.load(b + k * b_term, mask=column < size, other=0)
@@ -79,7 +79,7 @@ def _sums(
     place = lanes(LANES)
     first = place // count % block * CHAIN
     x += place // (count * block) * x_outer + place % count * x_inner + first * x_term
-    acc = tl.zeros((LANES,), parts.dtype.element_ty)
+    acc = tl.full((LANES,), 0, parts.dtype.element_ty)
     for k in range(steps):
         acc += tl.load(x + k * x_term, mask=(place < size) & (first + k < num_values), other=0)
     tl.store(parts + place, acc, mask=place < size)
