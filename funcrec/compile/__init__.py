@@ -26,6 +26,7 @@ from funcrec.compile._staged_control import is_followed as is_followed
 from funcrec.compile._staged_control import staged_scan as staged_scan
 from funcrec.compile._trace import stage as stage
 from funcrec.compile.backend._decompositions import DECOMPOSITIONS as DECOMPOSITIONS
+from funcrec.compile.backend._device_names import plain_device_names as plain_device_names
 from funcrec.compile.backend._inductor import OPTIONS as OPTIONS
 from funcrec.compile.backend._inductor import compile_graph as compile_graph
 from funcrec.compile.backend._inductor import knowing as knowing

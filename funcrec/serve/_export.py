@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from funcrec.checkpoint import save
-from funcrec.compile import OPTIONS, apart, knowing, need_compiler, two_products
+from funcrec.compile import OPTIONS, apart, knowing, need_compiler, plain_device_names, two_products
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_of_handler, message, typed
 from funcrec.core import version as own_version
 from funcrec.data import Encoding
@@ -190,7 +190,7 @@ def compile_program(program: Program, path: Path, isa: str, digest: str) -> None
         own = tempfile.TemporaryDirectory()
         with STAGING, own, knowing(), two_products(program.exported), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            with config.patch({"aot_inductor.output_path": own.name}):
+            with plain_device_names(), config.patch({"aot_inductor.output_path": own.name}):
                 made = aoti_compile_and_package(
                     program.exported, package_path=f"{own.name}/{path.name}", inductor_configs=options
                 )
