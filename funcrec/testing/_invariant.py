@@ -12,7 +12,7 @@ from torch import Tensor
 from funcrec.core import describe, fail, own_errors, paths, replace, tree_leaves, tree_map, typed
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.tables import Batch
-from funcrec.testing._trees import assert_trees_close
+from funcrec.testing._trees import assert_same_bits
 
 CALL = "funcrec.testing.check_invariant"
 ALONE = 8  # examples that are asked alone
@@ -68,7 +68,7 @@ def check_invariant(fn: Callable[[Any], Any], batch: Any) -> None:
 def same(got: Any, whole: Any, rows: list[int], what: str) -> None:
     index = torch.tensor(rows)
     try:
-        assert_trees_close(got, tree_map(lambda x: x.index_select(0, index), whole), rtol=0, atol=0)
+        assert_same_bits(got, tree_map(lambda x: x.index_select(0, index), whole))
     except AssertionError as error:
         error.add_note(f"{CALL}: for {what}, of the whole batch")
         raise

@@ -14,7 +14,7 @@ from funcrec.mesh import Mesh
 from funcrec.sharding import Plan
 from funcrec.tables import Params
 from funcrec.testing._invariant import examples_of
-from funcrec.testing._trees import assert_trees_close
+from funcrec.testing._trees import assert_same_bits
 from funcrec.train import TrainStep, gather_state
 
 CALL = "funcrec.testing.check_invariant_step"
@@ -108,7 +108,7 @@ def cells(ranks: Sequence[int], kinds: Sequence[Kind]) -> Iterator[tuple[Mesh, K
 
 def same(got: Any, want: Any, what: str) -> None:
     try:
-        assert_trees_close(got, want, rtol=0, atol=0)
+        assert_same_bits(got, want)
     except AssertionError as error:
         error.add_note(f"{CALL}: for {what}, of one process")
         raise

@@ -58,6 +58,22 @@ def assert_trees_close(a: Any, b: Any, *, rtol: NotNegative = 0, atol: NotNegati
             raise AssertionError(f"the trees differ {where}.\n  got   {got}\n  need  {need}\n  try   {hint}")
 
 
+def assert_same_bits(a: Any, b: Any) -> None:
+    """Assert that two pytrees are equal, also in the signs of their zeros. Any NaN equals any other."""
+    assert_trees_close(a, b)
+    try:
+        assert_trees_close(_signs(a), _signs(b))
+    except AssertionError as error:
+        error.add_note("the values are equal; signs of zero differ")
+        raise
+
+
+def _signs(tree: Any) -> Any:
+    """Return the tree with the sign bit of each float, and False for NaN."""
+    is_float = lambda x: isinstance(x, Tensor) and x.is_floating_point()
+    return tree_map(lambda x: torch.signbit(x) & (x == x) if is_float(x) else x, tree)
+
+
 def _difference(x: Any, y: Any, rtol: float, atol: float) -> tuple[str, str]:
     """Return (text of x and its difference, text of the need). Both are empty for leaves that agree."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):

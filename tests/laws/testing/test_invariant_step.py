@@ -38,3 +38,23 @@ def test_a_step_with_bits_of_its_own_fails():
         check_invariant_step(step_of(of_parts, invariant=True), DENSE, X, **FEW)
     assert "2 micro-batches" in caught.value.__notes__[0]
     check_invariant_step(step_of(mean, invariant=True), DENSE, X, **{**FEW, "compiled": True})
+
+
+def test_signs_of_zero_are_bits():
+    """A step whose zeros have another sign where its batch is cut fails, though -0 = 0."""
+
+    def made(**how):
+        step = step_of(lambda params, x: (x @ params.dense).mean(), invariant=True)(**how)
+
+        def update(state, batch):
+            state, metrics = step(state, batch)
+            return state, {"loss": torch.full_like(metrics["loss"], -0.0 if "micro_batches" in how else 0.0)}
+
+        return fr.TrainStep(step.init, update)
+
+    with pytest.raises(AssertionError) as caught:
+        check_invariant_step(made, DENSE, X, **FEW)
+    assert caught.value.__notes__ == [
+        "the values are equal; signs of zero differ",
+        "funcrec.testing.check_invariant_step: for 2 micro-batches, of one process",
+    ]
