@@ -6,6 +6,7 @@ device and ask. The tests of Triton alone take call, ids, ascending, bags, asser
 Without a CUDA device Triton's kernels run in its interpreter. TRITON_INTERPRET must be set before triton is imported.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from funcrec.kernels import library, ops
+from programs.interpreter import hastened
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -80,6 +82,13 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("implementation", "operation"), [(i, n) for i in have for n in all_of(i)[:: step(i)]])
     else:
         metafunc.parametrize("implementation", have)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_interpreter():
+    """Triton's interpreter, where the tests use it, takes a fraction of its time."""
+    with hastened() if "triton" in INSTALLED and not CUDA else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture
