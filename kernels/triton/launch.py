@@ -70,11 +70,15 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
 def pack(values: Sequence[int], device: torch.device) -> Tensor:
     """Return a tensor of values in [0, 2⁵⁸), at least i64[n], on `device`.
 
-    In a CUDA graph, which cannot hold a copy from the host, kernel arguments carry the values. Elsewhere a copy is five
-    times faster.
+    A copy is five times faster than a launch. A CUDA graph cannot hold a copy from the host.
     """
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return carried(values, device)
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def carried(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return the tensor of `pack`, whose values travel as arguments of a kernel."""
     values = [*values, *[0] * (-len(values) % PACKED)]
     out = torch.empty(len(values), dtype=torch.int64, device=device)
     for at in range(0, len(values), PACKED):

@@ -216,10 +216,10 @@ def test_padded_and_back(ascending, bags, call, n, dtype):
 
 
 def test_integers_travel_as_arguments():
-    """pack copies any number of integers to the device unchanged, up to the size of addresses."""
+    """pack, and a kernel's arguments, bring any number of integers to the device unchanged, up to addresses' size."""
     for n in (0, 1, launch.PACKED, 3 * launch.PACKED + 1):
         values = [(2**58 - 1) // (i + 1) if i % 3 else i for i in range(n)]
-        assert launch.pack(values, DEVICE)[:n].tolist() == values
+        assert launch.pack(values, DEVICE)[:n].tolist() == launch.carried(values, DEVICE)[:n].tolist() == values
 
 
 def test_nothing_is_read_on_the_host(call, lookup_case, no_host_reads):
@@ -293,17 +293,19 @@ counts = torch.ones(3, dtype=torch.int64)
 kernels.take_ranges(weights, counts, counts, 8)
 kernels.bucketize(rows[0], offsets, weights, 2, 5)
 kernels.from_padded(kernels.to_padded(d[0], counts, 6, 0.5), counts, 50)
-for dtype, how in ((torch.float32, (True, True)), (torch.bfloat16, (False, True)), (torch.float64, (True, False))):
-    x, at = torch.zeros(40, 2, 24, dtype=dtype), torch.tensor([0, 40])
-    own = [torch.zeros(2, 9, dtype=dtype), torch.zeros(1, 14), *[torch.arange(40)] * 2, torch.tensor([3])]
-    for rest in ([None] * 5, own):
-        given = x, x, x, at, at, *rest, 0.5, 3.0, *how
-        out = kernels.jagged_attention(*given)
-        kernels.jagged_attention_transpose(x, *out, *given)
+for dtype, is_biased, how in (
+    (torch.float32, True, (True, True)), (torch.bfloat16, False, (False, True)), (torch.float64, True, (True, False))
+):
+    x, at, rest = torch.zeros(40, 2, 16, dtype=dtype), torch.tensor([0, 40]), [None] * 5
+    if is_biased:
+        rest = [torch.zeros(2, 9, dtype=dtype), torch.zeros(1, 14), *[torch.arange(40)] * 2, torch.tensor([3])]
+    given = x, x, x, at, at, *rest, 0.5, 3.0, *how
+    out = kernels.jagged_attention(*given)
+    kernels.jagged_attention_transpose(x, *out, *given)
 entries, number = torch.zeros(256, 2, dtype=torch.int64), torch.tensor(200)
 tags = torch.zeros(256, dtype=torch.uint8)
 kernels.find_ids(tags, entries, rows[0], number, 1, 2**62)
-launch.pack = lambda values, device: torch.tensor(values)  # the host reads places of these numbers
+launch.carried([1, 2], tags.device)
 how, state = [3, 9, 2, 2**52, 1, 2**62], [tags, entries, number, tags]
 found = kernels.admit_columns(state * 2, [entries[:, 0]] * 2, rows, [offsets], how * 2, [0, 0, 0, 9, 2, 1, 0, 9, 9, 0])
 kernels.settle_columns_(state * 2, rows, [offsets], found, how * 2, [0, 0, 0, 9, 2, 1, 0, 9, 9, 0])
