@@ -24,6 +24,7 @@ from funcrec.testing import assert_trees_close
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 DIMS = (1, 3, 16, 33, 64, 100)
 LR, NUM_ROWS, STEP = 0.125, 40, 4
+FIRST = dict(reversed(CASES))  # the first options of each rule
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
@@ -100,8 +101,9 @@ def test_generated_rules_are_the_rules(without_kernels, number):
     other rows keep every bit."""
     rule, options = CASES[number]
     optimizer = getattr(fr.optim, rule)(lr=LR, **options)
-    check_rule(optimizer, [DIMS[number % 6], DIMS[(number + 2) % 6]], (F32, BF16, F16))
-    check_rule(optimizer, [DIMS[(number + 4) % 6]], (F64,))
+    check_rule(optimizer, [DIMS[number % 6]], (F32, (BF16, F16)[number % 2]))
+    if options == FIRST[rule]:
+        check_rule(optimizer, [DIMS[(number + 4) % 6]], (F64,))
 
 
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam", "lamb"])
@@ -237,7 +239,7 @@ STEPS = st.lists(
                 "half", "flip", "roll2")),
         st.integers(0, 9), st.integers(0, 9),
     ),
-    min_size=1, max_size=12,
+    min_size=4, max_size=24,
 )  # fmt: skip
 
 
@@ -258,7 +260,7 @@ def run_steps(steps, row, grad, slots):
     return wide[0].expand_as(row), {"a": wide[1 % len(wide)], "b": wide[2 % len(wide)], "n": values[-1].sum()}
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(steps=STEPS, dim=st.sampled_from([2, 5, 16, 37]))
 def test_generated_programs(steps, dim):
     """Any graph of operations gives the values of eager torch, whichever old values its results overwrite."""

@@ -137,7 +137,7 @@ def test_generated_rules(rule, on_every_level, monkeypatch):
     options = next(options for name, options in CASES if name == rule)
     make_optimizer = lambda: getattr(fr.optim, rule)(lr=LR, **options)
     dim = (3, 33, 64)[[*SUMS, "adam", "ftrl"].index(rule) % 3]
-    for dtypes in ((F32, BF16), (F64,)):
+    for dtypes in ((F32, BF16), (F64,))[: 2 if dim == 33 else 1]:
         state = state_of(make_optimizer(), dtypes, (dim,))
         assert differences(on_every_level(lambda: updated(make_optimizer(), *state))) == []  # noqa: B023
 
@@ -181,14 +181,14 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions_of_a_users_rule(name, on_every_level):
+@pytest.mark.parametrize("dim", [2, 100])
+def test_reductions_of_a_users_rule(dim, on_every_level):
     """Every reduction of a row gives the same bits."""
-    body = REDUCTIONS[name]
     make_optimizer = lambda: fr.optim.row_optimizer(
-        init=lambda t: {}, rule=lambda row, grad, s, h: (body(row, grad), s)
+        init=lambda t: {n: torch.zeros_like(t) for n in REDUCTIONS},
+        rule=lambda row, grad, s, h: (row, {n: body(row, grad) for n, body in REDUCTIONS.items()}),
     )
-    state = state_of(make_optimizer(), (F32,), (2, 17, 100))
+    state = state_of(make_optimizer(), (F32,), (dim,))
     assert differences(on_every_level(lambda: updated(make_optimizer(), *state))) == []
 
 

@@ -213,7 +213,7 @@ def test_neighbours_may_read_keys_apart(ask, num_bags):
     assert torch.equal(got, torch.cat([table[rows].split(num_bags)[k] for k in keys], 1))
 
 
-@pytest.mark.needs("pooled_lookup", slow=2)
+@pytest.mark.needs("pooled_lookup", slow=5)
 def test_pooled_lookup_in_blocks(known, ask, case):
     """With n blocks, the columns come in n equal parts, one part after the other, with the same bits."""
     p = problem(known, case)

@@ -85,7 +85,7 @@ def test_owner_blocks(ask, known):
     """Every rank gets its rows lane by lane and bag by bag, up to the rank's room. The rank also gets the lengths of
     the bags of all its slots."""
 
-    @settings(max_examples=8 if known.slow else 150)
+    @settings(max_examples=8 if known.slow else 60)
     @given(exchanges(), st.booleans())
     def law(arguments, wide):
         blocks, counts, _ = by_loops(*arguments)
@@ -100,7 +100,7 @@ def test_where_ids_go(ask, known):
     """With `placed`, each id gets its position among the sent rows. The position is -1 for an id that has no owner, is
     cut off, or finds no room."""
 
-    @settings(max_examples=8 if known.slow else 100)
+    @settings(max_examples=8 if known.slow else 40)
     @given(exchanges(own_bags=True), st.booleans())
     def law(arguments, wide):
         blocks, counts, places = by_loops(*arguments)

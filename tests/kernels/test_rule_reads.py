@@ -29,7 +29,7 @@ def by_modes_in_blocks(row, grad, slots, hyper):
 
 
 @pytest.mark.parametrize("rule", [by_modes, by_modes_in_blocks])
-def test_a_rule_sees_the_modes_of_its_caller(rule):
+def test_a_rule_sees_the_modes_of_its_caller(rule, interpreted):
     """A rule that branches on grad mode or inference mode takes the branch of its caller. This holds in the kernel, in
     blocks, in the reference, and in a jitted function."""
     update = update_by(rule)
@@ -124,9 +124,9 @@ def test_closed_over_tensors_are_read_in_every_update():
 
 
 @pytest.mark.parametrize("rule", ["tensor", "number", "branch", "blocks"])
-def test_what_a_rule_closes_over_is_read_anew_in_every_eager_update(rule):
+def test_what_a_rule_closes_over_is_read_anew_in_every_eager_update(rule, interpreted):
     """Another tensor, number or branch in a rule's closure counts from the next eager update on. A program that was
-    compiled before keeps the old value."""
+    staged before keeps the old value."""
     held = {"c": torch.tensor(1.0), "n": 1.0, "is_twice": False}
     rules = {
         "tensor": lambda row, grad, s, h: (row - held["c"] * grad, s),

@@ -451,25 +451,25 @@ def make_step(sparse):
     return fr.train_step(loss, sparse=sparse, dense=fr.optim.dense(torch.optim.Adam, lr=0.1))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_an_ensemble_is_its_members(compiled):
+@pytest.mark.parametrize("staged", [False, True], ids=["eager", "jit"])
+def test_an_ensemble_is_its_members(staged, interpreted):
     """A donated vmap of a training step over stacked states takes the steps of each member, in place, by one update."""
     step = make_step(fr.optim.adam(lr=0.1))
     states = [step.init(fr.Params(member(STACKS, i), {"w": torch.arange(5.0) + i})) for i in range(K)]
     together, ids = stack(states), BAG
     many = vmap(step, in_dims=(0, None))
-    if compiled:
+    if staged:
         many = fr.jit(many, donate=("state",))
     places = [x.data_ptr() for x in together.tables.values()]
     for _ in range(3):
-        with contextlib.nullcontext() if compiled else Counted() as counted:
+        with contextlib.nullcontext() if staged else Counted() as counted:
             together, metrics = many(together, ids)
-        assert compiled or counted.calls == {"pooled_lookup": 2, "fused_update": 1}
+        assert staged or counted.calls == {"pooled_lookup": 2, "fused_update": 1}
         losses = []
         for i in range(K):
             states[i], own = step(states[i], ids)
             losses.append(own["loss"])
         assert_trees_close(metrics["loss"], torch.stack(losses), rtol=1e-5, atol=1e-6)
     assert_trees_close(together, stack(states), rtol=1e-5, atol=1e-6)
-    if compiled:
+    if staged:
         assert [x.data_ptr() for x in together.tables.values()] == places and many.num_compiled() == 1
