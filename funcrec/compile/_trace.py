@@ -37,6 +37,7 @@ from funcrec.compile._apart import FOR_STAGING, imported, settle
 from funcrec.compile._donated import Donated
 from funcrec.compile.backend._decompositions import DECOMPOSITIONS, SHIFTS
 from funcrec.core import ADDRESSES, Problem, describe, fail, is_wrapped, message, outside_transforms
+from funcrec.mesh import has_effect
 
 LIBRARY = torch.library.Library("aten", "IMPL")
 COPIES = {
@@ -93,6 +94,8 @@ def stage(
         lift.refuse_gradients()
         refuse_draws(call, graph.graph)
         _refuse_writes(call, graph.graph, [f"`{p}`" for p in paths] + [f"{describe(c)}, closed over" for c in captured])
+        graph.graph.eliminate_dead_code(has_effect)  # the first pass of `value_and_grad`, for example
+        graph.recompile()
         # The second trace replaces writes to the function's own tensors by values, so that the plan of writes and
         # Inductor see a pure graph.
         shapes = [like(x) for x in (*leaves, *captured)]
@@ -247,7 +250,6 @@ def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
             captured[id(origin)] = (origin, last)
         node.replace_all_uses_with(captured[id(origin)][1])
         graph.graph.erase_node(node)
-    graph.recompile()
     return [x for x, _ in captured.values()]
 
 
