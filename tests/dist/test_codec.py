@@ -93,9 +93,7 @@ CODECS = (fr.Codec("bfloat16", "int8"), fr.Codec("int8", "float16"), fr.Codec(No
 
 
 @pytest.mark.parametrize(
-    "axes, kinds",
-    [({"x": 2}, ("table_wise", "row_wise", "column_wise")), ({"x": 2, "y": 2}, ("grid", "table_row_wise"))],
-    ids=str,
+    "axes, kinds", [({"x": 2}, ("row_wise", "column_wise")), ({"x": 2, "y": 2}, ("grid",))], ids=str
 )
 def test_coded_ranks_have_the_bits_of_emulated_ones(axes, kinds, ranks):
     """Coded lookups (pooled, exact and sequences) and their gradients have the same bits on gloo ranks as under

@@ -8,7 +8,6 @@ from programs import training
 
 import funcrec as fr
 
-KINDS = ("table_wise", "row_wise", "column_wise")
 BAGS, ROOM, WORLD = 2, 32, 2
 # the dense parameters and the loss
 WEIGHTS = 17 * 6 + 6 + 1
@@ -42,10 +41,6 @@ def lowered(name, plan, codec=None):
     return fr.jit(step, donate=("state",)).lower(*arguments), arguments
 
 
-def sent(name, plan):
-    return lowered(name, plan)[0].exchanges
-
-
 def staged(name, plan, codec=None, is_compiled=True):
     """Return the (collectives, splits where they exist, whether every shape is static, generated code) of a step. If
     the step is not compiled, the code is that of its graph."""
@@ -62,10 +57,21 @@ def staged(name, plan, codec=None, is_compiled=True):
     return step.exchanges, splits, is_static, "\n".join(codes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# slots, columns and ids of a rank's lookups: two features of a, one of b and of c
+SENT = {
+    # rank 0 has a and c, and rank 1 has b
+    "table_wise": (3 + 1, 3 * 4 + 5, 2 * ROOM),
+    "row_wise": (4, 3 * 4 + 5, 2 * ROOM),
+    # rank 0 has two columns of b, and rank 1 has three
+    "column_wise": (4 + 1, 2 + 2 + 2 + 2 + 3, 2 * 2 * ROOM),
+}
+
+
+@pytest.mark.parametrize("kind", SENT)
 def test_a_compiled_step_exchanges_once_for_each_thing(kind, ranks):
     """A step makes four exchanges with static splits, the same on all ranks. Its code, for rows, and its graph, for
-    other placements, read nothing on the host."""
+    other placements, read nothing on the host. A rank sends the bytes of four things: ids and lengths, the sums of
+    bags, the cotangents of the sums, and the dense gradients."""
     found = ranks(WORLD).run(staged, "adam", plan_of(kind), None, kind == "row_wise", deadline_s=300)
     for collectives, splits, is_static, code in found:
         assert [c.kind for c in collectives] == LEAST
@@ -75,24 +81,9 @@ def test_a_compiled_step_exchanges_once_for_each_thing(kind, ranks):
         assert len(re.findall(r"all_to_all_single\.default\]?\(", code)) == len(LEAST)
         assert not [word for word in HOST_READS if word in code]
     assert found[0][0] == found[1][0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_sends_what_its_graph_says(kind, ranks):
-    """A rank sends the bytes of four things: ids and lengths, the sums of bags, the cotangents of the sums, and the
-    dense gradients."""
-    collectives = ranks(WORLD).run(sent, "adam", plan_of(kind), deadline_s=300)[0]
-    # slots, columns and ids of a rank's lookups: two features of a, one of b and of c
-    lookups = {
-        # rank 0 has a and c, and rank 1 has b
-        "table_wise": (3 + 1, 3 * 4 + 5, 2 * ROOM),
-        "row_wise": (4, 3 * 4 + 5, 2 * ROOM),
-        # rank 0 has two columns of b, and rank 1 has three
-        "column_wise": (4 + 1, 2 + 2 + 2 + 2 + 3, 2 * 2 * ROOM),
-    }[kind]
-    slots, columns, room = lookups
+    slots, columns, room = SENT[kind]
     per_id, per_float = 4, 4
-    assert [c.sent_bytes for c in collectives] == [
+    assert [c.sent_bytes for c in found[0][0]] == [
         (room + slots * BAGS) * per_id, BAGS * columns * per_float, BAGS * columns * per_float,
         WEIGHTS * per_float,
     ]  # fmt: skip

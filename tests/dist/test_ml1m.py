@@ -17,7 +17,7 @@ from funcrec.examples import _ranks
 from funcrec.models._ml1m import ML1M_FIELDS, ML1M_GENRES
 from funcrec.testing import assert_trees_close
 
-STEPS, BATCH, LR = 8, 128, 0.005
+STEPS, BATCH, LR = 4, 128, 0.005
 MODEL = fr.models.ml1m("deepfm")
 KINDS = ("table_wise", "row_wise", "column_wise", "replicated")
 
@@ -113,7 +113,7 @@ on = lambda *cases: pytest.mark.parametrize(("trained", "kind"), cases, indirect
 
 @on(*((generated, kind) for kind in KINDS), (ratings, "row_wise"))
 def test_two_ranks_change_no_bit_of_the_main_job(kind, trained, ranks):
-    """Eight steps of the main job on two ranks equal, bit for bit, one process that adds the same two batches. This
+    """Four steps of the main job on two ranks equal, bit for bit, one process that adds the same two batches. This
     holds for tables, slots and dense parameters."""
     data, want = trained
     for got in ranks(2).run(together, data, "adam", {"data": 2}, kind, True):

@@ -1,7 +1,7 @@
 """Pipelines on real ranks have the bits of the plain loop. However they end, nothing hangs and no thread is left."""
 
 import pytest
-from programs import piped, training
+from programs import piped
 from programs.as_staged import as_staged
 
 import funcrec as fr
@@ -17,9 +17,7 @@ X = {"x": 2}
 )
 def test_a_pipeline_on_ranks_is_the_plain_loop(kind, how, ranks):
     """States and metrics have the bits of the plain loop. Ids are exchanged ahead."""
-    for same, ahead_bytes, threads in ranks(2).run(
-        piped.beside_a_loop, X, training.plan_of(kind, X), 3, how, deadline_s=120
-    ):
+    for same, ahead_bytes, threads in ranks(2).run(piped.beside_a_loop, X, piped.plan_of(kind), 3, how, deadline_s=120):
         assert same and ahead_bytes > 0 and not threads
 
 
@@ -33,7 +31,7 @@ def test_copies_that_train_apart_are_the_plain_loops(ranks):
     """A plan with replicas on four ranks also has the bits of the plain loop. Its ids are exchanged within the
     group."""
     axes = {"copy": 2, "x": 2}
-    plan = fr.Plan(dict.fromkeys(training.SHAPES, fr.row_wise("x")), replicas="copy")
+    plan = fr.Plan(dict.fromkeys(piped.SHAPES, fr.row_wise("x")), replicas="copy")
     for same, ahead_bytes, threads in ranks(4).run(piped.beside_a_loop, axes, plan, 3, {}, deadline_s=120):
         assert same and ahead_bytes > 0 and not threads
 

@@ -28,8 +28,10 @@ def test_real_ranks_give_what_emulation_gives(name, n, ranks):
 
 
 def test_compiled_ranks_give_what_emulation_gives(ranks):
-    """jit of a mapped function, and of its gradient, has the same values on gloo ranks as under emulation."""
-    got = ranks(2).run(transforms.real_compiled_cells, deadline_s=500)[0]
+    """jit of a mapped function, staged, and of its gradient, compiled, has the same values on gloo ranks as under
+    emulation. The gradient's program also has all exchanges of the function."""
+    got = ranks(2).run(as_staged, transforms.real_compiled_cells, ("fwd",))[0]
+    got |= ranks(2).run(transforms.real_compiled_cells, ("grad",), deadline_s=500)[0]
     mesh = fr.Mesh.emulated(x=2)
     for name in COLLECTIVES:
         assert_trees_close(got["jit"][name], cells(mesh, name)["fwd"], **EXACT)

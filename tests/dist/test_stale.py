@@ -1,7 +1,7 @@
 """Stale pipelines on real ranks have the bits of a plain loop with the same staleness."""
 
 import pytest
-from programs import stale, training
+from programs import piped, stale, training
 from programs.as_staged import as_staged
 
 import funcrec as fr
@@ -25,7 +25,7 @@ def test_a_stale_pipeline_on_ranks_is_the_loop_written_so(kind, how, ranks):
 def test_two_axes_are_one_process(ranks):
     """Tables in a grid of four ranks, whose rows travel twice, have the bits of the loop in one process."""
     axes = {"x": 2, "y": 2}
-    assert ranks(4).run(stale.beside_one_process, axes, training.plan_of("grid", axes), deadline_s=120) == [True] * 4
+    assert ranks(4).run(stale.beside_one_process, axes, piped.plan_of("grid", axes), deadline_s=120) == [True] * 4
 
 
 def test_a_jitted_step_that_donates_its_state(ranks):

@@ -12,6 +12,8 @@ from funcrec.sharding import _route
 from programs import training
 
 BAGS, ROOM, LATE_S = 4, 32, 0.06
+SHAPES = {"a": (11, 4), "b": (7, 4)}  # a small model, because each pipeline stages its own programs
+FEATURES = (fr.FeatureConfig("f", table="a", column="u"), fr.FeatureConfig("g", table="b", column="v", pooling="mean"))
 
 
 def mesh_of(axes):
@@ -30,6 +32,26 @@ def own(mesh, number, bags=BAGS, room=ROOM):
 def step_of(mesh, plan, **how):
     step = fr.train_step(training.loss_fn, **training.optimizers("adam"), mesh=mesh, plan=plan, **how)
     return step, step.init(training.params())
+
+
+def plan_of(kind, axes={"x": 2}):  # noqa: B006
+    return fr.Plan.uniform(kind, SHAPES, fr.Mesh.emulated(**axes))
+
+
+def params(name=None):
+    tables = fr.init(fr.key(1), [fr.TableConfig(n, *s) for n, s in SHAPES.items()])
+    return fr.Params(tables, {"w": torch.linspace(-1, 1, 8)})
+
+
+def loss_fn(params, batch):
+    logits = fr.lookup(params.tables, batch.ids, FEATURES).values @ params.dense["w"]
+    return fr.losses.bce(logits, batch.label, batch.weight)
+
+
+def small_step(mesh, plan, **how):
+    """Return (a step of the small model, its first state)."""
+    step = fr.train_step(loss_fn, **training.optimizers("adam"), mesh=mesh, plan=plan, **how)
+    return step, step.init(params())
 
 
 def loop(step, state, batches):
@@ -62,8 +84,8 @@ def beside_a_loop(axes, plan, count, how):
     """Return (whether states and metrics equal those of the plain loop, the bytes sent ahead, threads left)."""
     mesh = mesh_of(axes)
     batches = [own(mesh, i) for i in range(count)]
-    want = loop(*step_of(mesh, plan, **how), batches)
-    step, state = step_of(mesh, plan, **how)
+    want = loop(*small_step(mesh, plan, **how), batches)
+    step, state = small_step(mesh, plan, **how)
     pipe = fr.pipeline(step, mesh=mesh)
     got = run(pipe, state, iter(batches))
     return is_same(got, want), pipe.routed_bytes, threads()
@@ -95,13 +117,13 @@ def donated():
 def of_many_forms():
     """Return (whether a pipeline gives a plain loop's state, threads left). Batches differ in size, one has no ids, the
     plan changes, and `reshard` writes tables."""
-    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
+    mesh, plan = mesh_of({"x": 2}), plan_of("row_wise")
     empty = own(mesh, 3)
     empty = fr.Batch(no_ids(), empty.label)
     batches = [own(mesh, 0), own(mesh, 1, 8, 64), empty, own(mesh, 2), own(mesh, 4, 8, 64), own(mesh, 5), own(mesh, 6)]
-    other = training.plan_of("table_wise", {"x": 2})
+    other = plan_of("table_wise")
     sparse = training.optimizers("adam")["sparse"]
-    step, state = step_of(mesh, plan)
+    step, state = small_step(mesh, plan)
     want = state
     for i, batch in enumerate(batches):
         want = fr.reshard(want, other, mesh=mesh, sparse=sparse) if i == 4 else want
@@ -116,10 +138,10 @@ def of_many_forms():
 def retried():
     """Return ({first capacity: whether results are those of a plain loop}, threads left) for a pipeline of steps with
     little capacity. The steps repeat an overflowing block."""
-    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
-    make = lambda capacity: step_of(mesh, plan, capacity=capacity)[0]
-    state, batches = step_of(mesh, plan)[1], [own(mesh, i) for i in range(5)]
-    want, made = loop(step_of(mesh, plan)[0], state, batches), {}
+    mesh, plan = mesh_of({"x": 2}), plan_of("row_wise")
+    make = lambda capacity: small_step(mesh, plan, capacity=capacity)[0]
+    state, batches = small_step(mesh, plan)[1], [own(mesh, i) for i in range(5)]
+    want, made = loop(small_step(mesh, plan)[0], state, batches), {}
     for first in (1, "measure"):
         retry = fr.retry_overflow(make, capacity=first, steps=2)
         state_, metrics = run(fr.pipeline(retry, mesh=mesh), state, batches)
@@ -127,25 +149,19 @@ def retried():
     return made, threads()
 
 
-def weighted_loss(params, batch):
-    acts = fr.lookup(params.tables, batch.ids, training.FEATURES).values
-    return fr.losses.bce((acts @ params.dense["w"]).relu() @ params.dense["v"], batch.label, batch.weight)
-
-
 def uneven():
     """Return (whether the states equal a loop in which rank 1 gets blank batches, the error for batches without
     weights, the number of steps before that error, whether these steps equal a loop, threads left). Rank 1 has three
     batches, rank 0 five."""
-    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
+    mesh, plan = mesh_of({"x": 2}), plan_of("row_wise")
     count = 5 if mesh.coordinates["x"] == 0 else 3
-    step = fr.train_step(weighted_loss, **training.optimizers("adam"), mesh=mesh, plan=plan)
-    state, batches = step.init(training.params()), [own(mesh, i) for i in range(5)]
+    (step, state), batches = small_step(mesh, plan), [own(mesh, i) for i in range(5)]
     batches = [fr.Batch(b.ids, b.label, weight=torch.tensor([1.0, 2.0])) for b in batches]
     blank = fr.Batch(no_ids(), torch.zeros(2), weight=torch.zeros(2))
     want = loop(step, state, [b if i < count else blank for i, b in enumerate(batches)])
     filled = is_same(run(fr.pipeline(step, mesh=mesh), state, batches[:count]), want)
     bare = [own(mesh, i) for i in range(5)]
-    step, state = step_of(mesh, plan)
+    step, state = small_step(mesh, plan)
     want, seen, told = loop(step, state, bare[:3])[0], [], ""
     try:
         for now, _ in fr.pipeline(step, mesh=mesh).run(state, bare[:count]):
@@ -160,8 +176,8 @@ def broken(how):
 
     Return (this rank's error, the number of steps before the error, whether the second run equals a plain loop, threads
     left)."""
-    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
-    step, state = step_of(mesh, plan)
+    mesh, plan = mesh_of({"x": 2}), plan_of("row_wise")
+    step, state = small_step(mesh, plan)
     pipe, seen, told = fr.pipeline(step, mesh=mesh), 0, ""
 
     def batches():
@@ -185,8 +201,8 @@ def broken(how):
 
 def left_alone(timeout_s):
     """Return the seconds until this rank is out of its loop. Rank 0 leaves its loop before the first step."""
-    mesh, plan = fr.Mesh.distributed(x=2, timeout_s=timeout_s), training.plan_of("row_wise", {"x": 2})
-    step, state = step_of(mesh, plan)
+    mesh, plan = fr.Mesh.distributed(x=2, timeout_s=timeout_s), plan_of("row_wise")
+    step, state = small_step(mesh, plan)
     pipe, batches, begin = fr.pipeline(step, mesh=mesh), [own(mesh, i) for i in range(3)], time.perf_counter()
     try:
         for batch in pipe.ahead(batches):
@@ -201,7 +217,7 @@ def left_alone(timeout_s):
 def none_at_all():
     """Return (the error of this rank, threads left). Rank 0 has no batch."""
     mesh = mesh_of({"x": 2})
-    step, state = step_of(mesh, training.plan_of("row_wise", {"x": 2}))
+    step, state = small_step(mesh, plan_of("row_wise"))
     try:
         list(fr.pipeline(step, mesh=mesh).run(state, [own(mesh, 0)] * mesh.coordinates["x"]))
     except ValueError as error:
@@ -212,8 +228,8 @@ def left_early():
     """Return (whether a loop over three batches equals a plain loop, threads left). An earlier loop skips the first
     batch, and both ranks leave it after the second: rank 1 while its loader is busy, rank 0 when its thread has gone
     on."""
-    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
-    step, state = step_of(mesh, plan)
+    mesh, plan = mesh_of({"x": 2}), plan_of("row_wise")
+    step, state = small_step(mesh, plan)
     pipe, rank = fr.pipeline(step, mesh=mesh, depth=3), mesh.coordinates["x"]
     batches = [own(mesh, i) for i in range(6)]
 
@@ -252,10 +268,10 @@ def with_late_ids(seconds):
 def hidden(count=6):
     """Return (seconds per step of the plain loop, seconds per step of the pipeline, whether their states are equal).
     Ids are late, and the rest of a step takes as long."""
-    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
+    mesh, plan = mesh_of({"x": 2}), plan_of("row_wise")
     undo = with_late_ids(LATE_S)
     try:
-        step, state = step_of(mesh, plan)
+        step, state = small_step(mesh, plan)
         batches = [own(mesh, i) for i in range(count)]
 
         def timed(steps):

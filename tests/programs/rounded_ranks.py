@@ -39,7 +39,7 @@ def alone(count, ranks):
     return tables, weights
 
 
-def every_way(how, ways=("alone", "jit", "pipeline", "stale"), count=3):
+def every_way(how, ways, count=3):
     """Return {way: whether the way has the bits of its plain loop}. For "alone", the value is whether the plain loop
     has the bits of one process. A compiled step donates its state and sums in another order, so that each step must be
     within 1e-6."""

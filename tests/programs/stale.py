@@ -10,10 +10,10 @@ from funcrec.train import stale_of
 from programs import piped, training
 
 
-def alone(name, batches, ranks=1):
+def alone(name, batches, ranks=1, model=training):
     """Return (tables, dense parameters, losses) of the loop in one process on the batches of all ranks."""
     sparse, dense = training.optimizers(name).values()
-    p = training.params(name)
+    p = model.params(name)
     tables, slots, weights, state, before, losses = (
         p.tables,
         sparse.init(p.tables),
@@ -24,7 +24,7 @@ def alone(name, batches, ranks=1):
     )
     for step, whole in enumerate(batches):
         parts = [training.part(whole, r, ranks) for r in range(ranks)] if ranks > 1 else [whole]
-        share = fr.value_and_grad(lambda p, b: training.loss_fn(p, b) / ranks)
+        share = fr.value_and_grad(lambda p, b: model.loss_fn(p, b) / ranks)
         made = [share(fr.Params(before, weights), b) for b in parts]
         rows = {n: functools.reduce(operator.add, [g.tables[n] for _, g in made]) for n in tables}
         d_dense = {k: functools.reduce(torch.add, [g.dense[k] for _, g in made]) for k in weights}
@@ -53,11 +53,11 @@ def loop(step, state, batches, compiled=False):
 
 
 def beside_one_process(axes, plan):
-    """Return whether ranks end with the bits of one process."""
+    """Return whether ranks end with the bits of one process, for the small model."""
     mesh = piped.mesh_of(axes)
-    step, state = piped.step_of(mesh, plan, exact=True)
+    step, state = piped.small_step(mesh, plan, exact=True)
     got = piped.run(fr.stale_pipeline(step, mesh=mesh), state, [piped.own(mesh, i) for i in range(4)])
-    want = alone("adam", [training.batch(i, piped.BAGS) for i in range(4)], mesh.size)
+    want = alone("adam", [training.batch(i, piped.BAGS) for i in range(4)], mesh.size, piped)
     return piped.is_same(whole(mesh, *got), want)
 
 
@@ -97,10 +97,9 @@ def donated():
 def uneven():
     """Return (whether the states equal a loop in which rank 1 gets blank batches, threads left). Rank 1 has three
     batches, rank 0 five."""
-    mesh, plan = piped.mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
+    mesh, plan = piped.mesh_of({"x": 2}), piped.plan_of("row_wise")
     count = 5 if mesh.coordinates["x"] == 0 else 3
-    step = fr.train_step(piped.weighted_loss, **training.optimizers("adam"), mesh=mesh, plan=plan)
-    state, batches = step.init(training.params()), [piped.own(mesh, i) for i in range(5)]
+    (step, state), batches = piped.small_step(mesh, plan), [piped.own(mesh, i) for i in range(5)]
     batches = [fr.Batch(b.ids, b.label, weight=torch.tensor([1.0, 2.0])) for b in batches]
     blank = fr.Batch(piped.no_ids(), torch.zeros(2), weight=torch.zeros(2))
     want = loop(step, state, [b if i < count else blank for i, b in enumerate(batches)])
@@ -113,8 +112,8 @@ def ended(how):
     batches.
 
     Return (the steps of the first run, the first run's error, whether the second run equals the loop, threads left)."""
-    mesh, plan = piped.mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
-    step, state = piped.step_of(mesh, plan)
+    mesh, plan = piped.mesh_of({"x": 2}), piped.plan_of("row_wise")
+    step, state = piped.small_step(mesh, plan)
     stale, batches, seen, told = fr.stale_pipeline(step, mesh=mesh), [piped.own(mesh, i) for i in range(5)], 0, ""
 
     def loader():

@@ -180,11 +180,11 @@ def run(mesh, f, through=lambda g: g):
     return fr.unshard(g(x), fr.P(axis), mesh=mesh)
 
 
-def compiled_cells(mesh):
+def compiled_cells(mesh, keys=("fwd", "grad")):
     """Return {"jit", "jit_grad"} -> {collective: [N, ...]}. Each compiled function has all collectives."""
     (axis,) = mesh.axis_names
     out = {}
-    for key in ("fwd", "grad"):
+    for key in keys:
         one = lambda x, key=key: {name: TRANSFORMS[key](f, x[0])[None] for name, f in COLLECTIVES.items()}
         g = fr.jit(fr.shard_map(one, mesh=mesh, in_specs=fr.P(axis), out_specs=fr.P(axis)))
         x = fr.shard(values(mesh.size), fr.P(axis), mesh=mesh)
@@ -197,8 +197,8 @@ def real_cells(name):
     return cells(fr.Mesh.distributed(x=torch.distributed.get_world_size()), name)
 
 
-def real_compiled_cells():
-    return compiled_cells(fr.Mesh.distributed(x=torch.distributed.get_world_size()))
+def real_compiled_cells(keys=("fwd", "grad")):
+    return compiled_cells(fr.Mesh.distributed(x=torch.distributed.get_world_size()), keys)
 
 
 def main():
