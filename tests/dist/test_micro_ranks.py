@@ -33,7 +33,7 @@ def test_ranks_in_micro_batches_are_a_loop_over_parts(n, pooling, k, ranks):
             assert_looped(made, kind, pooling, n, k)
 
 
-@pytest.mark.parametrize("n, kinds", [(2, KINDS[1:3]), (4, KINDS[6:])], ids=str)
+@pytest.mark.parametrize("n, kinds", [(2, KINDS[1:3]), (4, KINDS[5:])], ids=str)
 def test_staged_ranks_in_micro_batches_are_a_loop_over_parts(n, kinds, ranks):
     """Staged ranks in micro-batches also give the result of the loop, with another placement for each table. The staged
     step may sum dense gradients in another order."""
