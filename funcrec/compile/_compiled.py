@@ -292,7 +292,7 @@ def trace(
         return Traced(None, captured, {}, None, [], False)
     numbers = [*tensor_at, *range(len(leaves), len(leaves) + len(captured))]
     places = dict(zip(numbers, graph.graph.find_nodes(op="placeholder"), strict=True))
-    graph.graph.eliminate_dead_code(has_effect)  # the first pass of `value_and_grad` is dead code
+    graph.graph.eliminate_dead_code(has_effect)  # what the second trace no longer reads
     return Traced(graph, captured, places, found["structure"], found["static"], found["prints"])
 
 

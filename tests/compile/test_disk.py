@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from funcrec.kernels import files
-from torch._inductor import codecache, config, cpu_vec_isa
+from torch._inductor import codecache, config, cpp_builder, cpu_vec_isa
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -178,12 +178,15 @@ def test_where_no_file_can_be_kept_the_error_says_so(what, tmp_path, monkeypatch
         files.load("x.so", None, None)
 
 
-def test_without_a_compiler_the_error_says_so(tmp_path):
+def test_without_a_compiler_the_error_says_so(place, monkeypatch):
     """Without a compiler, and with no code on disk to load, an error is raised before anything is compiled."""
-    call = "fr.jit(lambda x: x * 2)(torch.ones(3))"
-    told = f"import torch, funcrec as fr\ntry:\n    {call}\nexcept RuntimeError as e:\n    print(e)"
-    said = run(told, tmp_path, PATH="", CXX="").communicate(timeout=200)[0]
+    monkeypatch.setenv("PATH", "")
+    cpp_builder.cpp_compiler_search.cache_clear()
+    with config.patch({"cpp.cxx": (None, "g++")}), pytest.raises(RuntimeError, match="there is no C") as error:
+        fr.jit(lambda x: x * 2)(torch.ones(3))
+    said = str(error.value)
     assert "funcrec.jit: there is no C++ compiler." in said and "\n  need  g++ or clang++" in said
+    assert not list(place.rglob("*.program"))
 
 
 def test_one_compiled_header_serves_all_processes(tmp_path, monkeypatch):

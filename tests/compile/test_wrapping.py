@@ -130,10 +130,11 @@ STEPS = {
     "<": lambda x, c: (x < c).to(torch.int64),
 }
 PROGRAMS = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), INTEGERS), min_size=1, max_size=6)
+MANY = st.lists(st.tuples(PROGRAMS, st.integers(1, 300)), min_size=30, max_size=30)
 
 
-@settings(max_examples=2)
-@given(st.lists(st.tuples(PROGRAMS, st.integers(1, 300)), min_size=30, max_size=30))
+@settings(max_examples=1)
+@given(MANY.filter(lambda many: len({str(p) for p in many}) > 20))  # the first example would be 30 times one program
 def test_generated_arithmetic_wraps(programs):
     """Any chain of integer operations on a counter of 1 to 300 elements gives the integers of eager mode."""
 

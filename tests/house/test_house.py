@@ -277,20 +277,16 @@ def test_there_are_no_class_hierarchies(name):
 
 def test_importing_funcrec_is_light():
     """`import funcrec` in a fresh process loads no optional package and no compiler. Tests and examples are imported at
-    their first use."""
+    their first use. funcrec.testing without its strategies works where hypothesis is not installed."""
     own = ["funcrec.testing", "funcrec.testing.strategies", "funcrec.examples"]
     code = f"import sys, funcrec as fr; print([m for m in {HEAVY + own} if m in sys.modules]); "
+    code += "sys.modules['hypothesis'] = None; from funcrec.testing import check_adjoint, assert_trees_close; "
+    code += "del sys.modules['hypothesis']; "
     code += "print(fr.testing.check_grads.__module__, fr.examples.__name__, 'hypothesis' in sys.modules); "
     code += "print(fr.testing.strategies.jagged_tensors.__module__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     found = ["[]", "funcrec.testing funcrec.examples False", "funcrec.testing.strategies"]
     assert out.stdout.splitlines() == found
-
-
-def test_checkers_need_no_hypothesis():
-    """funcrec.testing without its strategies works where hypothesis is not installed."""
-    code = "import sys; sys.modules['hypothesis'] = None; from funcrec.testing import check_adjoint, assert_trees_close"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def public_names():
