@@ -7,14 +7,16 @@ Functions check the fields when they use them.
 
 from functools import partial
 from importlib.util import find_spec
+from unittest import mock
 
 import torch
 
 import funcrec as fr
 from funcrec import interop, metrics
+from funcrec.planner import _measure
 from programs.public_calls_data import data_calls
 from programs.public_calls_models import model_calls
-from programs.public_calls_served import served_calls
+from programs.public_calls_served import instead, served_calls
 from programs.public_values import (
     ACTS,
     APART,
@@ -296,6 +298,13 @@ def functions() -> list[Call]:
     )  # fmt: skip
 
 
+ALONE = fr.Plan({"t": fr.row_wise("a")})
+
+
+def small_step(mesh):
+    return fr.train_step(lambda p, x: p.dense["w"].sum(), sparse=fr.optim.sgd(), mesh=mesh, plan=ALONE)
+
+
 def meshes() -> list[Call]:
     axes = lambda f: lambda a, b: f(a=a, b=b)
     return rows("", Mesh_emulated=(axes(fr.Mesh.emulated), {"a": 2, "b": 2}),
@@ -319,19 +328,16 @@ def meshes() -> list[Call]:
             "hardware": [fr.Hardware.named("cpu")] * 2,
             "placements": {c.name: fr.row_wise("a") for c in CONFIGS}}),
         dry_run=(
-            partial(
-                fr.dry_run,
-                lambda mesh: fr.train_step(lambda p, x: p.dense["w"].sum(), sparse=SPARSE, mesh=mesh, plan=PLAN),
-                params=PARAMS, batch=f32(2),
-            ),
-            {"mesh": {"a": 2, "b": 2}, "hardware": "cpu", "plan": PLAN, "backend": "gloo", "rank": 1},
+            partial(fr.dry_run, small_step, params=fr.Params({"t": TABLES["t"]}, {"w": f32(2)}), batch=f32(2)),
+            {"mesh": {"a": 2, "b": 2}, "hardware": "cpu", "plan": ALONE, "backend": "gloo", "rank": 1},
         ),
         Hardware=(fr.Hardware, {"name": "mine", "memory_bytes": 10**9, "memory_bytes_per_s": 1e9,
             "link_bytes_per_s": 1e9, "host_bytes_per_s": 1e8, "ranks_per_host": 2}),
         Hardware_named=(fr.Hardware.named, {"name": "h100"}),
         Hardware_from_run=(fr.Hardware.from_run, {"hardware": "cpu", "rest_s": 0.01, "runs": [([{"steps_per_s": 9.0}],
             fr.plan(CONFIGS, FEATURES, {"a": 1}, batch_size=8, hardware="cpu"))]}),
-        Hardware_measure=(fr.Hardware.measure, {"mesh": MESH, "memory_bytes": 10**9}),
+        Hardware_measure=(instead(fr.Hardware.measure, mock.patch.multiple(_measure, ROWS=99, IDS=99, BAGS=9)),
+            {"mesh": MESH, "memory_bytes": 10**9}),
         TableConstraint=(fr.TableConstraint, {"kinds": ("row_wise",), "min_partition": 1, "pooling_factor": 2.0,
             "zipf": 1.1, "row_counts": (3.0, 2.0), "ranks": (0,), "together": "x"}),
         shard=(fr.shard, {"tree": {"v": f32(4)}, "specs": P("a"), "mesh": MESH}),
