@@ -135,10 +135,10 @@ STAGED = [*((n, "cpp") for n in STEPS), *((n, "reference") for n in BY_REFERENCE
 
 @pytest.mark.parametrize("name, implementation", STAGED, ids=map("-".join, STAGED))
 def test_staged_steps_are_eager_ones(name, implementation):
-    """The staged graph, donated or not, gives the states and metrics of the eager step, bit for bit, after each of
-    three calls. By the reference, one step is also staged without donation."""
+    """The staged graph gives the states and metrics of the eager step, bit for bit, after each of three calls. Three
+    steps are also staged without donation."""
     eager = run_steps(name, "eager", implementation)[0]
-    if implementation == "cpp" or name == "own rule":
+    if implementation == "cpp" and name in ("adam", "by_table", "own rule"):
         assert_trees_close(run_steps(name, "undonated", implementation, False)[0], eager)
     assert_trees_close(run_steps(name, "donated", implementation, False)[0], eager)
 
