@@ -21,6 +21,7 @@ failing batch is halved, in new processes, and the failing case's shell command 
 import argparse
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import random
@@ -99,15 +100,13 @@ class Outcome(NamedTuple):
     refused: set[int]
 
 
-def watch(net: Net, batches: list[Batch], probe: str = "") -> Outcome:
+def watch(net: Net, batches: list[Batch]) -> Outcome:
     """Run a process with these batches, all for one instruction set, and return its outcome."""
     command = [sys.executable, "-m", "programs.sanitize_jit", "--mode", net.mode, "--inside", json.dumps(batches)]
     environment = {**net.environment, "ATEN_CPU_CAPABILITY": batches[0].capability}
     done, refused, wrong = 0, set(), {}
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(
-            [*command, "--probe", probe], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
         timer, is_late = None, threading.Event()
         for line in process.stdout:
             if timer is not None:
@@ -186,14 +185,33 @@ def culprits(net: Net, batch: Batch) -> list[tuple[Batch, str]]:
 def probes(net: Net, kinds: list[str]) -> list[str]:
     """Return the deliberate faults that were not found. Mode "address" tries the faults of addresses on the smallest
     instruction set. The fault of arithmetic needs the largest set, because g++ may compile it right without vectors."""
-    missed = []
-    for probe in ("past", "far", "bare"):
-        capability = kinds[-1 if net.mode == "address" and probe != "bare" else 0]
-        outcome = watch(net, [Batch("arithmetic", [0], 1, capability)], probe)
-        is_found = (outcome.report and FINDING.search(outcome.report)) or (probe == "bare" and outcome.wrong)
-        print(f"  fault {probe!r}: {'found' if is_found else 'MISSED'}", flush=True)
-        missed += [] if is_found else [probe]
+    names, missed = ("past", "far", "bare"), []
+    is_parted = net.mode == "address" and len(kinds) > 1
+    groups = {kinds[-1]: names[:2], kinds[0]: names[2:]} if is_parted else {kinds[0]: names}
+    for capability, own in groups.items():
+        found = found_of(net, Batch("arithmetic", [0], 1, capability), own)
+        for probe in own:
+            print(f"  fault {probe!r}: {'found' if probe in found else 'MISSED'}", flush=True)
+        missed += [probe for probe in own if probe not in found]
     return missed
+
+
+def found_of(net: Net, batch: Batch, names: tuple[str, ...]) -> set[str]:
+    """Return the faults that were found, each in a fork of one process."""
+    command = [sys.executable, "-m", "programs.sanitize_jit", "--mode", net.mode, "--inside", json.dumps([batch])]
+    environment = {**net.environment, "ATEN_CPU_CAPABILITY": batch.capability}
+    limit_s = LIMIT_S * len(names)
+    done = subprocess.run(
+        [*command, "--probe", ",".join(names)], env=environment, stdout=subprocess.PIPE, text=True, timeout=limit_s
+    )
+    found, is_wrong = set(), False
+    for what, *rest in map(json.loads, done.stdout.splitlines()):
+        is_wrong |= what == "wrong"
+        if what == "probed":
+            probe, is_finding = rest
+            found |= {probe} if is_finding or (probe == "bare" and is_wrong) else set()
+            is_wrong = False
+    return found
 
 
 def capabilities() -> list[str]:
@@ -244,6 +262,23 @@ def launch(asked: argparse.Namespace) -> int:
 
 def print_now(*what) -> None:
     print(json.dumps(what), flush=True)
+
+
+def inside_forks(mode: str, batches: list[Batch], names: list[str]) -> None:
+    """Run `inside` for each fault in a fork of this process, which imports once what all of them need."""
+    for name in ("funcrec.compile.backend._inductor", "torch._inductor.compile_fx"):
+        importlib.import_module(name)
+    for probe in names:
+        with tempfile.TemporaryFile("w+", errors="replace") as said:
+            if (child := os.fork()) == 0:
+                os.dup2(said.fileno(), 2)
+                try:
+                    inside(mode, batches, probe)
+                finally:
+                    os._exit(1)
+            os.waitpid(child, 0)
+            said.seek(0)
+            print_now("probed", probe, bool(FINDING.search(said.read())))
 
 
 def inside(mode: str, batches: list[Batch], probe: str) -> None:
@@ -404,7 +439,8 @@ def main() -> int:
     parser.add_argument("--probe", default="")
     asked = parser.parse_args()
     if asked.inside:
-        inside(asked.mode, [Batch(*b) for b in json.loads(asked.inside)], asked.probe)
+        batches = [Batch(*b) for b in json.loads(asked.inside)]
+        inside_forks(asked.mode, batches, asked.probe.split(",")) if asked.probe else inside(asked.mode, batches, "")
         return 0
     return launch(asked)
 
