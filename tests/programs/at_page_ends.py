@@ -36,13 +36,12 @@ def padded(x: Tensor) -> Tensor:
 
 def main() -> None:
     torch.set_num_threads(1)
-    every = fr.jit(lambda xs: {dtype: padded(x) for dtype, x in xs.items()})
-    for count in COUNTS:
-        for at_end in (False, True):
-            xs = {f"{d}": between_pages(count, d, at_end) for d in DTYPES}
-            for dtype, y in every(xs).items():
-                if not torch.equal(y, padded(xs[dtype])):
-                    raise AssertionError(f"{dtype}, {count} elements")
+    every = fr.jit(lambda xs: {name: padded(x) for name, x in xs.items()})  # one program of all counts
+    for at_end in (False, True):
+        xs = {f"{d}, {count} elements": between_pages(count, d, at_end) for d in DTYPES for count in COUNTS}
+        for name, y in every(xs).items():
+            if not torch.equal(y, padded(xs[name])):
+                raise AssertionError(name)
     print("right")
 
 
