@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from programs.as_staged import staged_only
 
+import funcrec as fr
 from funcrec.compile.backend import _inductor
 
 gc.disable()  # while tests are collected: a pass reads all that is collected and frees next to nothing
@@ -109,6 +110,24 @@ def same_threads():
     before = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == before
+
+
+@pytest.fixture(scope="session")
+def packaged(tmp_path_factory):
+    """Return the folder of a portable package, which is compiled once for the group "packages". Tests change copies."""
+    from programs import packages
+
+    return packages.export(tmp_path_factory.mktemp("packaged") / "model", isa="portable")
+
+
+@pytest.fixture(scope="session")
+def of_ids(tmp_path_factory):
+    """Return (a run whose ids came and went, the folder of its package), once for the group "packages"."""
+    from programs import daily_ids
+
+    run, example = daily_ids.begun(), next(daily_ids.batches(1, 1, 8))
+    folder = tmp_path_factory.mktemp("of_ids") / "model"
+    return run, fr.export(daily_ids.predict, run.state.params, fr.Batch(example.ids), folder, version="0")
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from funcrec.jagged import KeyedJaggedTensor, dedup_bags, expand_bags
 from funcrec.serve._export_checks import encoding_problems, isa_problems, kept_problems, package_problems
 from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, digest_of, needs_of, sha256_of, text_of
 from funcrec.serve._package import Package, load_package
-from funcrec.serve._trace import ANY_ROW, CALL, SINGLE, Form, Program, example_problems, form_of, trace
+from funcrec.serve._trace import ANY_ROW, CALL, SINGLE, Form, Program, example_problems, form_of, trace, without_stacks
 from funcrec.serve._weights import FILE, Version, named, params_problems, signature, write_weights
 from funcrec.tables import Batch
 
@@ -112,7 +112,7 @@ def export(
     apart(lambda: need_compiler(CALL))
     form, tensors = form_of(example), named(params)
     check(CALL, encoding_problems(encoding, form) if encoding is not None else ())
-    with STAGING:
+    with STAGING, without_stacks():
         program = trace(predict, params, form, max_batch, max_ids)
     count, plain = min(PROBES, max_batch), example
     if form.shared:
@@ -190,7 +190,7 @@ def compile_program(program: Program, path: Path, isa: str, digest: str) -> None
         own = tempfile.TemporaryDirectory()
         with STAGING, own, knowing(), two_products(program.exported), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            with plain_device_names(), config.patch({"aot_inductor.output_path": own.name}):
+            with plain_device_names(), without_stacks(), config.patch({"aot_inductor.output_path": own.name}):
                 made = aoti_compile_and_package(
                     program.exported, package_path=f"{own.name}/{path.name}", inductor_configs=options
                 )

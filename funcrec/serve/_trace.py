@@ -7,6 +7,7 @@ values, writes, draws, and tensors that are closed over. Then torch.export trace
 Shapes: B examples, F keys, N ids; without inverse indices B bags of each key, with them U.
 """
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,6 +141,21 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
     xs, batch, out, lookups = seen
     param_names = {id(x): names[i] for x, i in zip(xs, order, strict=False)}
     return Program(exported, outputs_of(out), features_of(batch.ids, lookups), tables_of(lookups, param_names))
+
+
+@contextlib.contextmanager
+def without_stacks() -> Iterator[None]:
+    """Return a context in which torch does not write into each node of a program which lines of Python made it.
+
+    A program has thousands of nodes for its sizes, and nothing reads these lines: they are an eighth of an export.
+    """
+    from torch.fx import config
+
+    before, config.do_not_emit_stack_traces = config.do_not_emit_stack_traces, True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
 
 
 def called(predict: Callable, params: Any, batch: Batch) -> Any:

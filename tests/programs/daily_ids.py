@@ -85,3 +85,14 @@ def run(step, tables, given):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
     return torch.stack(losses), state, metrics
+
+
+LOGGED = fr.logged(step(fr.optim.adam(0.1)), steps=0)
+
+
+def begun():
+    """Return a run of LOGGED after two batches."""
+    run = LOGGED.init(fr.Params(dynamic(), torch.ones(())))
+    for batch in batches(1, 2, 60):
+        run, _ = LOGGED(run, batch)
+    return run

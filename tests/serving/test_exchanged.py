@@ -62,7 +62,7 @@ def test_cpp_takes_one_folder(two, built, folder):
     ids = batch.ids
     with answers.Answers(built / "funcrec-answers", folder) as running, going_on(lambda: take_name(*paths)):
         seen = set()
-        for _ in range(1500):
+        for _ in range(400):
             running.swap(paths[0])
             got = running.run(ids.num_bags, batch.dense, ids.values, ids.offsets, ids.weights)
             assert_right(outputs(got, right[got.version]), right[got.version])

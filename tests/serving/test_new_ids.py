@@ -9,9 +9,9 @@ from programs import answers, daily_ids, serving
 import funcrec as fr
 from funcrec.serve._weights import FILE
 
-pytestmark = pytest.mark.xdist_group("serving")
+pytestmark = pytest.mark.xdist_group("packages")
 COLUMNS = [*daily_ids.COLUMNS]
-LOGGED = fr.logged(daily_ids.step(fr.optim.adam(0.1)), steps=0)
+LOGGED = daily_ids.LOGGED
 
 
 def trained(run, seed, count=2, size=60):
@@ -21,14 +21,13 @@ def trained(run, seed, count=2, size=60):
 
 
 @pytest.fixture(scope="module")
-def first():
-    return trained(LOGGED.init(fr.Params(daily_ids.dynamic(), torch.ones(()))), 1)[0]
+def first(of_ids):
+    return of_ids[0]
 
 
 @pytest.fixture(scope="module")
-def path(first, tmp_path_factory):
-    example = fr.Batch(next(daily_ids.batches(1, 1, 8)).ids)
-    return fr.export(daily_ids.predict, first.state.params, example, tmp_path_factory.mktemp("ids") / "m", version="0")
+def path(of_ids):
+    return of_ids[1]
 
 
 def asked(seed=1, size=30):

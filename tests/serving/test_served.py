@@ -16,13 +16,13 @@ import funcrec as fr
 from funcrec.history import ChangedRows
 from funcrec.serve._weights import FILE
 
-pytestmark = pytest.mark.xdist_group("serving")
+pytestmark = pytest.mark.xdist_group("packages")
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def path(packaged, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
-    packages.export(folder / "model")
+    shutil.copytree(packaged, folder / "model")
     fr.save_weights(folder / "next", packages.params(1), version="next")
     return folder / "model"
 

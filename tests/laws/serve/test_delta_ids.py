@@ -13,8 +13,7 @@ from programs.fresh import bits
 import funcrec as fr
 
 pytestmark = pytest.mark.xdist_group("packages")
-LOGGED = fr.logged(daily.step(fr.optim.adam(0.1)), steps=0)
-BEGUN = LOGGED.init(fr.Params(daily.dynamic(), torch.ones(())))
+LOGGED = daily.LOGGED
 REST = lambda run: run.state.params
 
 
@@ -28,19 +27,15 @@ def ids_of(batch):
 
 
 @pytest.fixture(scope="module")
-def first():
-    run = BEGUN
-    for batch in daily.batches(1, 2, 40):
-        run, _ = LOGGED(run, batch)
-    return run
+def first(of_ids):
+    return of_ids[0]
 
 
 @pytest.fixture(scope="module")
-def folders(first, tmp_path_factory):
-    root, example = tmp_path_factory.mktemp("ids"), ids_of(next(daily.batches(1, 1, 8)))
-    return {
-        n: fr.export(daily.predict, held(first.state, n), example, root / n, version="0") for n in ("plain", "coded")
-    }
+def folders(of_ids, tmp_path_factory):
+    (first, plain), example = of_ids, ids_of(next(daily.batches(1, 1, 8)))
+    coded = tmp_path_factory.mktemp("ids") / "coded"
+    return {"plain": plain, "coded": fr.export(daily.predict, held(first.state, "coded"), example, coded, version="0")}
 
 
 @pytest.mark.parametrize("name", ["plain", "coded"])

@@ -166,5 +166,5 @@ class Machine(RuleBasedStateMachine):
 
 def test_any_course_of_training_is_that_of_a_dense_model(plain, tmp_path):
     """FUNCREC_MACHINES asks for more sequences."""
-    few = settings(max_examples=int(os.environ.get("FUNCREC_MACHINES", "30")), stateful_step_count=10)
+    few = settings(max_examples=int(os.environ.get("FUNCREC_MACHINES", "12")), stateful_step_count=10)
     run_state_machine_as_test(lambda: Machine(tmp_path, plain), settings=few)

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.xdist_group("packages")
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return packages.export(tmp_path_factory.mktemp("packages") / "model", isa="portable")
+def path(packaged):
+    return packaged
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,8 @@ def test_a_package_is_whole_or_not_there(path, tmp_path, monkeypatch):
     monkeypatch.setattr(_export, "compile_program", broken)
     for target, more in (("model", {"overwrite": True}), ("new", {})):
         with pytest.raises(KeyboardInterrupt):
-            packages.export(tmp_path / target, **more)
+            fr.export(lambda params, batch: batch.dense @ params["w"], {"w": torch.ones(3)}, packages.batch(3),
+                tmp_path / target, **more)  # fmt: skip
     assert [x.name for x in tmp_path.iterdir()] == ["model"]
     assert {x.name: x.read_bytes() for x in there.iterdir()} == before
 
