@@ -117,7 +117,13 @@ def packaged(tmp_path_factory):
     """Return the folder of a portable package, which is compiled once for the group "packages". Tests change copies."""
     from programs import packages
 
-    return packages.export(tmp_path_factory.mktemp("packaged") / "model", isa="portable")
+    from funcrec.serve import _export
+
+    # A compiled header would be read once here, and takes longer than what it saves.
+    own = {**_export.ISA["portable"], "aot_inductor.precompile_headers": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_export.ISA, "portable", own)
+        return packages.export(tmp_path_factory.mktemp("packaged") / "model", isa="portable")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ import torch
 from programs import answers, every_dtype, tensor_files
 
 import funcrec as fr
-from funcrec.serve._weights import FILE
+from funcrec.serve._trace import form_of, trace
+from funcrec.serve._weights import FILE, named
 
 pytestmark = pytest.mark.xdist_group("every_dtype")
 
@@ -88,38 +89,32 @@ COLD = {"user": [], "seen": [50], "action": [0], "time": [7], "next": [], "now":
 scores = lambda params, batch: RANKER.apply(params, batch).to_padded(6)[:, :, 0]
 
 
-@pytest.fixture(scope="module")
-def ranker(program, tmp_path_factory):
-    """Return (params, a process that answers a request's scores and what to keep of its history)."""
-    params, place = RANKER.init(fr.key(0)), tmp_path_factory.mktemp("ranker") / "model"
-    kept = lambda params, batch: RANKER.encode_history(params, batch).to_padded(7)
-    both = lambda params, batch: {"scores": scores(params, batch), **kept(params, batch)}
-    fr.export(both, params, requests(ONE, TWO), path=place)
-    with answers.Answers(program, place) as process:
-        yield params, process
-
-
 def requests(*bags, keys=tuple(ONE), dense=None):
     lists = {k: [bag[k] for bag in bags] for k in keys}
     return fr.Batch(fr.KeyedJaggedTensor.from_lists(lists, dtype=torch.int64), dense=dense)
 
 
-def test_a_request_of_history_and_candidates_is_answered_without_python(ranker):
-    """One request has context, history and candidates: the HSTU ranker scores all candidates in one pass, in C++ as in
-    Python. A bag whose columns differ in their lengths answers NaN, and the bags that came with it do not."""
-    (params, process), wrong = ranker, {**TWO, "seen": [9, 8], "action": [1, 2, 3], "time": [5, 6]}
+def test_a_request_of_history_and_candidates_is_one_program():
+    """One request has context, history and candidates: the HSTU ranker scores all candidates in one pass, in the
+    program of a package as without it. A bag whose columns differ in their lengths answers NaN, and the bags that came
+    with it do not. C++ runs the two parts of this pass in the next test."""
+    params, form = RANKER.init(fr.key(0)), form_of(requests(ONE, TWO))
+    program = trace(scores, params, form, 64, 4096).exported.module(check_guards=False)
+    run = lambda batch: program(*named(params).values(), *form.inputs(batch))[0]
+    wrong = {**TWO, "seen": [9, 8], "action": [1, 2, 3], "time": [5, 6]}
     for bags in ([ONE], [TWO, ONE], [COLD, TWO, TWO, ONE] * 9):
-        got, want = ask(process, requests(*bags)).outputs[0], scores(params, requests(*bags))
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    got = ask(process, requests(ONE, wrong, TWO)).outputs[0]
+        torch.testing.assert_close(run(requests(*bags)), scores(params, requests(*bags)), rtol=1e-5, atol=1e-5)
+    got = run(requests(ONE, wrong, TWO))
     assert got[1].isnan().all()
     torch.testing.assert_close(got[::2], scores(params, requests(ONE, TWO)), rtol=1e-5, atol=1e-5)
 
 
-def test_a_kept_history_is_scored_without_python(ranker, program, tmp_path):
+def test_a_kept_history_is_scored_without_python(program, tmp_path):
     """One package answers the keys and values of a history, which a client keeps. Another scores candidates by them, as
-    often as candidates come, and answers what one package of both does. A length outside the keys answers NaN."""
-    (params, keeps), size = ranker, 7 * 2  # positions and heads; keys have 4 numbers, values 3
+    often as candidates come, and answers what one pass does. A bag whose columns differ has a length of -1. A length
+    outside the keys answers NaN."""
+    params, size = RANKER.init(fr.key(0)), 7 * 2  # positions and heads; keys have 4 numbers, values 3
+    keep = lambda params, batch: RANKER.encode_history(params, batch).to_padded(7)
 
     def score(params, batch):
         keys, values = batch.dense.split([size * 4, size * 3], 1)
@@ -136,12 +131,14 @@ def test_a_kept_history_is_scored_without_python(ranker, program, tmp_path):
         return requests(*bags, keys=("next", "now", "kept"), dense=dense)
 
     first = lambda *bags: requests(*({**bag, "next": [], "now": []} for bag in bags))
-    kept = tuple(RANKER.encode_history(params, first(ONE, TWO)).to_padded(7).values())
+    kept = tuple(keep(params, first(ONE, TWO)).values())
+    fr.export(keep, params, first(ONE, TWO), path=tmp_path / "keep")
     fr.export(score, params, second(kept, ONE, TWO), path=tmp_path / "score")
-    with answers.Answers(program, tmp_path / "score") as process:
-        kept = ask(keeps, first(ONE, COLD, TWO)).outputs[1:]
+    opened = (answers.Answers(program, tmp_path / name) for name in ("keep", "score"))
+    with next(opened) as keeps, next(opened) as process:
+        kept = ask(keeps, first(ONE, COLD, TWO)).outputs
         assert [x.shape for x in kept] == [(3, 1, 7, 2, 4), (3, 1, 7, 2, 3), (3,), (3, 7)]
-        assert ask(keeps, first(ONE, {**ONE, "seen": [1]})).outputs[3].tolist() == [4, -1]
+        assert ask(keeps, first(ONE, {**ONE, "seen": [1]})).outputs[2].tolist() == [4, -1]
         for candidates in ([12, 13], [], [49, 48, 47, 1, 0, 12]):
             bags = [{**bag, "next": candidates} for bag in (ONE, COLD, TWO)]
             got, want = ask(process, second(kept, *bags)).outputs[0], scores(params, requests(*bags))
