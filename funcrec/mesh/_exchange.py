@@ -40,9 +40,12 @@ def has_effect(node: torch.fx.Node) -> bool:
     """Return whether a node of a graph must stay although nothing reads its result.
 
     Awaiting a collective has an effect on its result alone, so the node may be removed: all ranks have the same graph,
-    and drop the same collectives.
+    and drop the same collectives. An operator without results, such as an assertion, has no other purpose.
     """
-    return node.target is not AWAIT and node.is_impure()
+    if node.target is AWAIT:
+        return False
+    has_results = not isinstance(node.target, torch._ops.OpOverload) or bool(node.target._schema.returns)
+    return not has_results or node.is_impure()
 
 
 class Exchange(NamedTuple):
