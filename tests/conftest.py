@@ -31,7 +31,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts what run
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
-    "ci", derandomize=True, deadline=None, max_examples=25, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "ci", derandomize=True, deadline=None, max_examples=10, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("long", parent=settings.get_profile("ci"), derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
