@@ -160,7 +160,7 @@ def test_sums_run_in_a_fixed_order(call, repeats):
     change no bit of the sum."""
     torch.manual_seed(repeats)
     terms, others = torch.randn(repeats, 3), torch.randn(4 * group.CHUNK + 5, 3)
-    for before in (0, group.CHUNK - 1, 2 * group.CHUNK + 3) if repeats > group.CHUNK else (1,):
+    for before in (0, group.CHUNK - 1, 2 * group.CHUNK + 3) if repeats > group.CHUNK else (group.CHUNK - 1,):
         more = others[: before + group.CHUNK + 5]
         rows = torch.cat([torch.full((before,), 2), torch.full((repeats,), 5), torch.full((len(more) - before,), 7)])
         d, order = torch.cat([more[:before], terms, more[before:]]), torch.randperm(len(rows))
