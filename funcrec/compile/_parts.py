@@ -32,7 +32,7 @@ from funcrec.core import (
     tokens,
     tree_leaves,
 )
-from funcrec.mesh import has_effect
+from funcrec.mesh import has_effect, is_assertion
 
 LIBRARY = torch.library.Library("funcrec_parts", "DEF")
 LIBRARY.define("run(str name, Tensor[] inputs) -> Tensor[]")
@@ -84,7 +84,8 @@ class Part(NamedTuple):
 
     graph: a function of (*operands, *captured). captured: the tensors that it closes over. outputs: its results, as
     they were made while it was staged; only their forms may be read. text: all that the graph depends on. prints:
-    whether the function prints; the graph then also returns the token of its last print.
+    whether the function prints, or calls a part that asserts; the graph then also returns the last token. asserts:
+    whether the graph holds an assertion.
     """
 
     graph: GraphModule
@@ -92,6 +93,7 @@ class Part(NamedTuple):
     outputs: list[Tensor]
     text: str
     prints: bool = False
+    asserts: bool = False
 
     def program(self, num_own: int = 0) -> Callable[[list[Tensor], list[Tensor]], list[Tensor]]:
         """Return the compiled function (own, rest) -> results. It uses up `own`, the first operands."""
@@ -147,7 +149,8 @@ def stage_part(call: str, fn: Callable[..., list[Tensor]], operands: Sequence[Te
         if not n.users and n not in outer:
             tracer.graph.erase_node(n)
     forms = (f"{n.format_node()} {n.meta['form']}" for n in graph.nodes if "form" in n.meta)
-    return Part(GraphModule({}, graph), captured, list(results), "\n".join([*forms, str(outputs)]), bool(prints))
+    text, asserts = "\n".join([*forms, str(outputs)]), any(map(is_assertion, graph.nodes))
+    return Part(GraphModule({}, graph), captured, list(results), text, bool(prints), asserts)
 
 
 def placed(copy: Node, node: Node) -> Node:
@@ -185,8 +188,10 @@ def part_call(kind: str, parts: Sequence[Part], run: Callable, forms: list[Form]
 
     kind: a text that determines, with the parts, what `run` does.
     """
-    if any(p.prints for p in parts):  # The call takes its place among the prints of the program.
-        before, silent = tokens.get(), run
+    before, silent, prints = tokens.get(), run, any(p.prints for p in parts)
+    # No pass may remove the call although nothing reads its results. It takes its place among the program's prints.
+    stays = prints or (before is not None and any(p.asserts for p in parts))
+    if stays:
         if before is None:
             what, need = "a program of another tracer does not print.", "fr.jit"
             fail("funcrec.debug_print", what, got="torch's make_fx", need=need, hint="fr.jit(f)", kind=TypeError)
@@ -201,8 +206,8 @@ def part_call(kind: str, parts: Sequence[Part], run: Callable, forms: list[Form]
         first = inputs[0]
         inputs = [torch.where(torch.ones((), dtype=torch.bool, device=first.device), first, first), *inputs[1:]]
     results = torch.ops.funcrec_parts.run(name, inputs)
-    if any(p.prints for p in parts):
-        before.append(results.pop())
+    if stays:
+        sure(before).append(results.pop())
     return results
 
 

@@ -7,7 +7,7 @@ from their results. For a sharded lookup, `ahead` sends each id to the rank that
 anything that reads the state, are in `rest`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from funcrec.compile._jit import Jitted, jit
 from funcrec.compile._program import LOCK
 from funcrec.compile._writes import outputs_of
 from funcrec.core import fail, fast_flatten, leaf_paths, sure
-from funcrec.mesh import AWAIT, LEAVES, MOVES
+from funcrec.mesh import AWAIT, LEAVES, MOVES, is_assertion
 
 
 class Halves(NamedTuple):
@@ -53,7 +53,7 @@ def cut(call: str, step: Callable, state: Any, batch: Any, groups: Mapping[str, 
     inputs = list(traced.places.values())
 
     sending = sending_part(call, whole, [n for n in inputs if n not in of_state], crossing, groups)
-    remaining = part_of(whole, [*inputs, *crossing], outputs_of(whole.graph))
+    remaining = part_of(whole, [*inputs, *crossing], outputs_of(whole.graph), assertions_of(whole.graph))
     captured, static = traced.captured, traced.static
 
     def ahead(batch):
@@ -83,8 +83,9 @@ def operations(call: str, fn: Callable, arguments: Mapping[str, Any]) -> Traced:
         got, need = "requires_grad of a tensor that the step closes over", "values that nothing is differentiated by"
         fail(call, "autograd tracks the step.", got=got, need=need, hint="`.detach()`", kind=TypeError)
     if traced.prints:
-        what, need = "a step that is cut in two does not print.", "a step without debug_print"
-        fail(call, what, got="debug_print in the step", need=need, hint="the step without a pipeline", kind=TypeError)
+        what = "a step that is cut in two does not print, and does not assert in a loop or a branch."
+        got, need = "debug_print, or a loop or a branch with an assertion", "a step without them"
+        fail(call, what, got=got, need=need, hint="the step without a pipeline", kind=TypeError)
     return traced
 
 
@@ -154,11 +155,16 @@ def is_integer(node: Node) -> bool:
     return all(isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex() for x in parts)
 
 
-def part_of(whole: GraphModule, inputs: list[Node], outputs: list[Node]) -> GraphModule:
-    """Return a graph that computes `outputs` from `inputs`, which may be inner nodes."""
+def assertions_of(graph: Graph) -> list[Node]:
+    """Return the nodes that nothing reads and that a step's last part holds."""
+    return [n for n in graph.nodes if is_assertion(n)]
+
+
+def part_of(whole: GraphModule, inputs: list[Node], outputs: list[Node], asserted: Sequence[Node] = ()) -> GraphModule:
+    """Return a graph that computes `outputs` from `inputs`, which may be inner nodes, and holds these assertions."""
     own = Graph()
     copies = {node: own.placeholder(node.name) for node in inputs}
-    needed = needs_of(outputs, set(inputs))
+    needed = needs_of([*outputs, *asserted], set(inputs))
     for node in (n for n in whole.graph.nodes if n in needed):
         copies[node] = own.node_copy(node, copies.__getitem__)
     own.output([copies[n] for n in outputs])

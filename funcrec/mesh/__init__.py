@@ -32,6 +32,7 @@ from funcrec.mesh._exchange import MOVES as MOVES
 from funcrec.mesh._exchange import REDUCE as REDUCE
 from funcrec.mesh._exchange import SWAP as SWAP
 from funcrec.mesh._exchange import has_effect as has_effect
+from funcrec.mesh._exchange import is_assertion as is_assertion
 from funcrec.mesh._exchange import reduced_in_order as reduced_in_order
 from funcrec.mesh._joined import added as added
 from funcrec.mesh._joined import gather_as_one as gather_as_one

@@ -48,6 +48,12 @@ def has_effect(node: torch.fx.Node) -> bool:
     return not has_results or node.is_impure()
 
 
+def is_assertion(node: torch.fx.Node) -> bool:
+    """Return whether a node of a graph can only raise: an operator without results that writes to nothing."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and not target._schema.returns and not target._schema.is_mutable
+
+
 class Exchange(NamedTuple):
     """One linear collective over one axis.
 

@@ -129,6 +129,8 @@ ROWS = {
         "int 2"),
     "shard_map: number of specs": e(mapped(lambda x: x, in_specs=(fr.P(), fr.P())), TypeError,
         "`in_specs` does not match", "1 arguments"),
+    "shard_map: an assertion": e(mapped(lambda x: (torch._assert_async(x.sum() < 0), x)[1]), TypeError,
+        "asserts a tensor's value", "the assertion outside"),
     "shard_map: no spec": e(mapped(lambda x: x, in_specs=(None,)), TypeError, "`args[0]` has no spec", "P()"),
     "shard_map: a name for a spec": e(mapped(lambda x: x, in_specs=("a",)), TypeError, "`args[0]` has no spec",
         "str 'a'"),

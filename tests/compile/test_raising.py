@@ -27,6 +27,16 @@ RAISES = {
         RuntimeError,
         999,
     ),
+    "an assertion in a branch that nothing reads": (
+        lambda t, i: (fr.cond(len(i) > 5 * t.sum(), torch.neg, below_999, i), t - 1)[1],
+        RuntimeError,
+        999,
+    ),
+    "an assertion in a loop that nothing reads": (
+        lambda t, i: (fr.while_loop(lambda x: x[0] < 1, lambda x: (x[0] + 1, below_999(x[1])), (t[0], i)), t - 2)[1],
+        RuntimeError,
+        999,
+    ),
 }
 WORDS = r"out of bounds|ZeroDivisionError|allocated size does not match|can not be negative|got zero|ids below 999"
 
@@ -34,6 +44,12 @@ WORDS = r"out of bounds|ZeroDivisionError|allocated size does not match|can not 
 def repeated(i):
     """Return the ids of i, each valid id once. An id outside 0 to 998 is its own number of repeats."""
     return i.repeat_interleave(torch.where((i >= 0) & (i < 999), 1, i), output_size=len(i))
+
+
+def below_999(i):
+    """Return the ids less 1. They are all below 999."""
+    torch._assert_async((i < 999).all())
+    return i - 1
 
 
 def ids(size, bad=None):

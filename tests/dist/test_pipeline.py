@@ -92,3 +92,9 @@ def test_a_slow_exchange_of_ids_is_hidden(ranks):
     """If ids arrive 60 ms late and a step takes as long, most of the delay is hidden, and the bits are the same."""
     for slow_s, fast_s, same in ranks(2).run(piped.hidden, deadline_s=120):
         assert same and slow_s - fast_s > 0.6 * piped.LATE_S, (slow_s, fast_s)
+
+
+def test_a_pipeline_asserts_as_its_step(ranks):
+    """A step that asserts raises in a pipeline, too, at the batch that the assertion refuses."""
+    for seen, text in ranks(2).run(piped.asserted, deadline_s=60):
+        assert (seen, text) == (2, "Expected Tensor with single nonzero value, but got zero")

@@ -76,6 +76,29 @@ def is_same(a, b):
     return all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(xs, ys, strict=True))
 
 
+def asserted():
+    """Return (steps before the error, the error) of a pipeline whose step exchanges the batch, and asserts of what it
+    received and of its state. The third batch is negative."""
+    mesh = mesh_of({"x": 2})
+    exchange = fr.shard_map(
+        lambda x: fr.all_to_all(x, "x", tiled=True), mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P("x")
+    )
+
+    def step(state, x):
+        received = exchange(x)
+        torch._assert_async((received >= 0).all())
+        torch._assert_async(state.isfinite())
+        return state + 1, {}
+
+    batches, seen, told = [torch.arange(4.0) - 9 * (i == 2) for i in range(4)], 0, ""
+    try:
+        for _ in fr.pipeline(step, mesh=mesh).run(torch.tensor(0.0), batches):
+            seen += 1
+    except RuntimeError as error:
+        told = str(error)
+    return seen, told
+
+
 def no_ids():
     return fr.KeyedJaggedTensor.from_lists({"u": [[], []], "v": [[], []]}, dtype=torch.int64).pad_to(ROOM)
 
