@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 MODEL ?= deepfm
 WITH_TOOLS = PATH="$(abspath $(VENV))/bin:$$PATH";
 
-.PHONY: train test check coverage wheel serving kernels packages docs sanitize processors arm invariant ladder bench bench-full gpu clean
+.PHONY: train test check coverage wheel serving kernels packages docs sanitize processors arm invariant ladder bench bench-full gpu gpu-steps clean
 
 train: $(VENV)/.installed
 	$(RUN) -m funcrec.examples.ctr --model $(MODEL) --out runs/$(MODEL)
@@ -95,13 +95,17 @@ bench-full: $(VENV)/.tested
 	$(RUN) bench/report.py
 
 # One CUDA machine, about ten minutes: the tests that run on it first, then the short list; no case is begun after 330 s, and none lasts over 120 s.
+# `gpu-steps`, ten minutes more: DCNv2 and DLRM at batches to 65,536 in f32, TF32 and bf16, and attention, sampled softmax, codes, a pipeline.
 # GPU_PYTHON: a Python that has torch with CUDA, triton, pytest-xdist, and (for the peers) fbgemm-gpu.
 GPU_PYTHON ?= python3
 GPU_TESTS ?= tests/kernels tests/compile/test_cuda.py tests/compile/test_replay.py
+GPU_BENCH = $(GPU_PYTHON) bench/run.py --device cuda --seconds 4 --out bench/results/cuda --report
 gpu:
 	timeout 300 $(GPU_PYTHON) -m pytest -q -n 8 -k "triton or cuda" $(GPU_TESTS)
-	$(GPU_PYTHON) bench/run.py --device cuda --groups bandwidth lookup update steps overhead --seconds 4 --limit-s 330 \
-	  --out bench/results/cuda --report
+	$(GPU_BENCH) --groups bandwidth lookup update steps overhead --limit-s 330
+
+gpu-steps:
+	$(GPU_BENCH) --set gpu --groups steps on_device --limit-s 480
 
 # What compiles, as packages where the system has none: cmake and ninja, the build backend, and Boost's headers for the server.
 $(VENV)/.tools: .ci/constraints.txt

@@ -82,7 +82,7 @@ QUICK_UPDATES = ("a", "b", "c", "e", "b-adam", "b-bf16")
 class StepCase(NamedTuple):
     """A whole training step. model: "dlrm", or "dcnv2" with MLPerf's tables cut to `num_rows`.
 
-    precision: the precision of matrix products, "float32", or "bfloat16" by autocast.
+    precision: the precision of matrix products: "float32", "tf32" (on a GPU), or "bfloat16" by autocast.
     """
 
     model: str
@@ -104,9 +104,20 @@ STEPS = {
         _dlrm(d, b, n, a) for d in (16, 64, 128) for b in (512, 2048, 8192) for n in (1, 5, 20) for a in (0.0, ZIPF)
     ),
     "dcnv2": StepCase("dcnv2", 1_000_000, 128, 2048),
+    "dcnv2-tf32": StepCase("dcnv2", 1_000_000, 128, 2048, precision="tf32"),
     "dcnv2-bf16": StepCase("dcnv2", 1_000_000, 128, 2048, precision="bfloat16"),
+    **{
+        f"{model}-b{batch}-{short}": StepCase(model, rows, dim, batch, ids, precision=precision)
+        for model, rows, dim, ids in (("dcnv2", 1_000_000, 128, 0), ("dlrm", 100_000, 64, 5))
+        for batch in (16384, 65536)
+        for short, precision in (("f32", "float32"), ("tf32", "tf32"), ("bf16", "bfloat16"))
+    },
 }
 QUICK_STEPS = ("dlrm-d64-b512-l1", "dlrm-d64-b2048-l5")
+GPU_STEPS = (  # the first are measured first, and time may be up before the last
+    "dcnv2-b16384-bf16", "dcnv2-b16384-tf32", "dcnv2-b16384-f32", "dcnv2-bf16", "dlrm-b65536-bf16", "dlrm-b65536-f32",
+    "dcnv2-b65536-bf16", "dcnv2-tf32", "dlrm-b16384-tf32",
+)  # fmt: skip
 
 
 class JaggedCase(NamedTuple):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import bandwidth
 import torch
+from launches import launches
 from measure import digits, interleave, peak_mb, ratios, spread, wait_for
 from torch import Tensor
 
@@ -124,6 +125,8 @@ def timed(built: dict[str, Contender], setting: Setting, traffic: Traffic | None
         "ratio": {name: spread(ratios(t, times[OURS])) for name, t in times.items() if name != OURS},
         "call_peak_mb": {name: peak_mb(built[name].call, setting.device) for name in names},
     }
+    if torch.device(setting.device).type == "cuda" or setting.tiny:
+        figures["launches"] = {name: launches(built[name].call, setting.device) for name in names}
     if traffic is None:
         return figures
     limits = bandwidth.measure(traffic.dim, traffic.dtype, setting)

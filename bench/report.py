@@ -17,12 +17,13 @@ from statistics import geometric_mean
 from measure import RESULTS, digits
 
 OURS = "funcrec"
-TABLED = ("lookup", "update", "jagged", "steps", "ranks")
+TABLED = ("lookup", "update", "jagged", "steps", "on_device", "ranks")
 TITLES = {
     "lookup": "Pooled lookup",
     "update": "Lookup, transpose and fused update in one call",
     "jagged": "Jagged operations",
     "steps": "Whole training steps",
+    "on_device": "Attention, sampled softmax, quantised lookups and a pipeline",
     "ranks": "Training steps on two ranks, by placement",
 }
 MEAN_OF = {"lookup": ("a", "b", "c", "e"), "update": ("a", "b", "c", "e")}
@@ -90,7 +91,7 @@ def cells(x: dict, speed: bool, roofs: bool, peers: Iterable[str]) -> list[str]:
     roof = x.get("roofline")
     limit = ([f"{roof['ms']:.3g}", f"{roof['time_over_roofline']:.2f}"] if roof else ["-", "-"]) if roofs else []
     middle = [f"{x['gb_per_s'][OURS]:.1f}", f"{x['share_of_copy']:.0%}"] if speed and "gb_per_s" in x else None
-    middle = middle or (["-", "-"] if speed else [f"{x['samples_per_s'][OURS]:,}"])
+    middle = middle or (["-", "-"] if speed else [f"{x['samples_per_s'][OURS]:,}" if "samples_per_s" in x else "-"])
     peak = x["call_peak_mb"][OURS]
     return [
         f"{x['ms'][OURS]['median']:.3g}",
@@ -151,6 +152,13 @@ def others(lines: list[dict]) -> str:
                 f"- {x['case']} on two ranks: {x['num_collectives']} collectives, {x['sent_mb']} MB "
                 f"leave a rank in a step, of which "
                 f"{x['least_mb']} must; CPU time over funcrec's {x['cpu_ms'][OURS]['median']:.3g} ms: {busy}."
+            )
+        if "launches" in x:
+            own = x["launches"][OURS]
+            top = ", ".join(f"{name} {share:.0%}" for name, share in own["top"].items())
+            said.append(
+                f"- {x['case']} starts {own['kernels']:.0f} kernels ({own['kernels_ms']} ms) and {own['copies']:.0f} "
+                f"copies a call, and the host waits {own['waits']:.0f} times: {top}."
             )
         if x["group"] == "first_step":
             said.append(

@@ -149,7 +149,7 @@ def figures(work: Work, limits: Mapping[str, float], products: Mapping, ms: floa
     }
 
 
-def added(line: dict, work: Work, setting, dim: int, dtype: torch.dtype, precision: str = "float32") -> dict:
+def added(line: dict, work: Work, setting, dim: int, dtype: torch.dtype, products: torch.dtype = torch.float32) -> dict:
     """Return a case's figures with its roofline, or a red case's as they are.
 
     dim, dtype: those of the gathered rows, if the case has not measured the rates of a copy and of gathers itself.
@@ -157,5 +157,5 @@ def added(line: dict, work: Work, setting, dim: int, dtype: torch.dtype, precisi
     if "ms" not in line:
         return line
     limits = line if "copy_gb_per_s" in line else bandwidth.measure(dim, dtype, setting)
-    seconds = product_seconds(work.products, setting, getattr(torch, precision))
+    seconds = product_seconds(work.products, setting, products)
     return {**line, "roofline": figures(work, limits, seconds, line["ms"]["funcrec"]["median"])}

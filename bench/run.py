@@ -2,7 +2,8 @@
 
     python bench/run.py                         # the short list
     python bench/run.py --set full              # all cases
-    python bench/run.py --groups update --cases 'b*' --threads 1 python bench/run.py --list
+    python bench/run.py --groups update --cases 'b*' --threads 1
+    python bench/run.py --list
 
 A case runs funcrec and its peers in turn in one process. Its figures are appended to bench/results/GROUP.jsonl.
 """
@@ -25,7 +26,9 @@ from contest import Setting
 from funcrec.kernels import ops
 from measure import RESULTS, machine, record
 
-GROUPS = ("bandwidth", "lookup", "quantized", "update", "jagged", "steps", "ranks", "overhead", "first_step")
+GROUPS = (
+    "bandwidth", "lookup", "quantized", "update", "jagged", "steps", "on_device", "ranks", "overhead", "first_step",
+)  # fmt: skip
 ON_HOST = ("overhead", "first_step")  # one number of threads suffices
 ON_RANKS = ("ranks",)  # one thread on each of two ranks
 CASE_LIMIT_S = 1800  # includes compilation
@@ -40,7 +43,7 @@ class Job(NamedTuple):
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=("quick", "full"), default="quick", help="which of the cases")
+    parser.add_argument("--set", choices=("quick", "full", "gpu"), default="quick", help="which of the cases")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="which groups of cases")
     parser.add_argument("--cases", nargs="+", metavar="PATTERN", help="cases of these names, instead of the set's")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of torch's threads")
@@ -66,7 +69,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     found = []
     for group in [g for g in GROUPS if g in options.groups]:
         module = importlib.import_module(group)
-        names = list(module.CASES) if options.set == "full" or options.cases else list(module.QUICK)
+        short = getattr(module, "GPU", module.QUICK) if options.set == "gpu" else module.QUICK
+        names = list(module.CASES) if options.set == "full" or options.cases else list(short)
         if options.cases:
             names = [n for n in names if any(fnmatch.fnmatch(n, p) for p in options.cases)]
         of_group = [1] if group in ON_RANKS else threads[-1:] if group in ON_HOST else threads

@@ -7,6 +7,7 @@ eager and compiled. The law: the losses of the first two steps agree. The second
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 
 import cases
 import roofline
@@ -53,8 +54,8 @@ def make_batches(case: StepCase, model: fr.models.Model, device: str) -> list[fr
 
 
 def precision(case: StepCase, device: str):
-    """Return a context for the precision of matrix products. Tables and state stay f32."""
-    if case.precision == "float32":
+    """Return a context for the precision of matrix products in 16 bits. Tables and state stay f32."""
+    if case.precision in ("float32", "tf32"):
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, getattr(torch, case.precision))
 
@@ -154,10 +155,26 @@ def two_losses(call) -> dict:
 def closeness(case: StepCase) -> Closeness:
     if case.precision == "float32":
         return Closeness(1e-4, 1e-5)
-    return Closeness(2 * torch.finfo(getattr(torch, case.precision)).eps, 0.0)
+    return Closeness(2 * {"tf32": 2.0**-10, "bfloat16": torch.finfo(torch.bfloat16).eps}[case.precision], 0.0)
+
+
+@contextlib.contextmanager
+def products_in(precision: str) -> Iterator[None]:
+    """Return a context in which f32 products on a GPU may run in TF32, or may not."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def run(case: StepCase, setting: Setting) -> dict:
+    with products_in(case.precision):
+        return measured(case, setting)
+
+
+def measured(case: StepCase, setting: Setting) -> dict:
     device = setting.device
     case = cases.tiny(case)._replace(dim=16) if setting.tiny else case
     model = make_model(case, setting.tiny)
@@ -183,7 +200,8 @@ def run(case: StepCase, setting: Setting) -> dict:
         per_s = {name: case.batch / t["median"] * 1e3 for name, t in figures["ms"].items()}
         figures["samples_per_s"] = {name: round(x) for name, x in per_s.items()}
         figures["samples_per_s_per_thread"] = {name: round(x / setting.threads) for name, x in per_s.items()}
-        figures = roofline.added(figures, work, setting, case.dim, torch.float32, case.precision)
+        kind = torch.bfloat16 if case.precision == "bfloat16" else torch.float32
+        figures = roofline.added(figures, work, setting, case.dim, torch.float32, kind)
     return {"shape": case._asdict(), **figures}
 
 
@@ -199,4 +217,4 @@ def move(params: fr.Params, fn) -> fr.Params:
     return fr.Params(each(params.tables), each(params.dense))
 
 
-CASES, QUICK = cases.STEPS, cases.QUICK_STEPS
+CASES, QUICK, GPU = cases.STEPS, cases.QUICK_STEPS, cases.GPU_STEPS
