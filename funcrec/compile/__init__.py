@@ -2,6 +2,7 @@
 
 import funcrec.core as _core
 from funcrec.compile._ambient import is_transformed as is_transformed
+from funcrec.compile._ambient import lowered_products as lowered_products
 from funcrec.compile._ambient import surroundings as surroundings
 from funcrec.compile._apart import FOR_EXPORT as FOR_EXPORT
 from funcrec.compile._apart import apart as apart

@@ -66,6 +66,12 @@ SEEN: dict[str, Callable[[], Any]] = {
 _READ = tuple(SEEN.values())
 
 
+def lowered_products() -> dict[str, str]:
+    """Return {device: the 16 or 19 bits to which products round their f32 operands}, for devices whose products do."""
+    each = {device: SEEN[f"float32 products on {name}"]() for device, name in (("cpu", "the CPU"), ("cuda", "CUDA"))}
+    return {device: how for device, how in each.items() if how in ("bf16", "tf32")}
+
+
 def surroundings() -> tuple[Any, ...]:
     """Return the current value of each entry of `SEEN`."""
     return tuple([read() for read in _READ])

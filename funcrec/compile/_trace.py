@@ -33,6 +33,7 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from funcrec.compile._ambient import lowered_products
 from funcrec.compile._apart import FOR_STAGING, imported, settle
 from funcrec.compile._donated import Donated
 from funcrec.compile.backend._decompositions import DECOMPOSITIONS, SHIFTS
@@ -88,6 +89,7 @@ def stage(
                 raise TypeError(message(call, [HOST._replace(got=f"{error}")])) from error
             except TypeError as error:  # Python's operators replace the error of a tensor by an error of their own.
                 raise lift.refused or error from None
+        lift.refuse_other_products()
         captured = lift_constants(graph, lift)  # inputs, which every call checks and reads
         if torch.is_grad_enabled() and any(c.requires_grad for c in captured):
             return Recorded(None, captured)
@@ -161,10 +163,12 @@ class _Lift(TorchFunctionMode):
         ] = {}  # {id of a tensor: (the tensor, its stand-in, the stand-in's grad)}
         self.origins: dict[int, Tensor] = {}  # {id of a stand-in: its tensor}
         self.refused: TypeError | None = None
+        self.products = lowered_products()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if not is_recording():
             return func(*args, **(kwargs or {}))
+        self.refuse_other_products()
         if args and getattr(func, "__name__", "") in SETS and is_closed_over(args[0]):
             got, need = f"`{func.__name__}` of {describe(args[0])}", "a pure function"
             fail(self.call, "the function changes a tensor that it closes over.", got=got, need=need)
@@ -198,6 +202,15 @@ class _Lift(TorchFunctionMode):
                 self.stand_ins[id(x)] = (x, made, made.grad)
             self.origins[id(made)] = x
         return self.stand_ins[id(x)][1]
+
+    def refuse_other_products(self) -> None:
+        """Raise if the function changed how products round: the graph would compute them as its caller does."""
+        if (now := lowered_products()) != self.products:
+            got = " and then ".join(
+                ", ".join(f"{v!r} on {k}" for k, v in x.items()) or "'ieee'" for x in (self.products, now)
+            )
+            need, hint = "one precision for the whole program", "set it around the call; inside, `torch.autocast`"
+            fail(self.call, "the function changes the precision of f32 products.", got=got, need=need, hint=hint)
 
     def refuse_gradients(self) -> None:
         for x, made, before in self.stand_ins.values():

@@ -23,7 +23,13 @@ from funcrec.core import version as own_version
 from funcrec.data import Encoding
 from funcrec.files import folder_path, write_folder
 from funcrec.jagged import KeyedJaggedTensor, dedup_bags, expand_bags
-from funcrec.serve._export_checks import encoding_problems, isa_problems, kept_problems, package_problems
+from funcrec.serve._export_checks import (
+    encoding_problems,
+    isa_problems,
+    kept_problems,
+    package_problems,
+    product_problems,
+)
 from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, digest_of, needs_of, sha256_of, text_of
 from funcrec.serve._package import Package, load_package
 from funcrec.serve._trace import ANY_ROW, CALL, SINGLE, Form, Program, example_problems, form_of, trace, without_stacks
@@ -103,7 +109,7 @@ def export(
       tensor([2., 0.])
     """
     check(CALL, params_problems(params), example_problems(example))
-    check(CALL, kept_problems(params), isa_problems(isa))
+    check(CALL, kept_problems(params), isa_problems(isa), product_problems(predict))
     where = folder_path(CALL, path, overwrite=overwrite, marks=(MANIFEST,))
     example = Batch(example.ids, dense=example.dense)
     if has_tracked(params, example):

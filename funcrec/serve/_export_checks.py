@@ -2,14 +2,16 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.utils._pytree as torch_tree
 
+from funcrec.compile import lowered_products
 from funcrec.core import Problem
 from funcrec.data import Encoding
+from funcrec.invariance import plain_of
 from funcrec.kinds import DynamicTables, stored_problems
 from funcrec.serve._manifest import MANIFEST
 from funcrec.serve._trace import Form
@@ -52,3 +54,12 @@ def isa_problems(isa: str) -> Iterator[Problem]:
     if isa == "portable" and platform.machine() not in ("x86_64", "AMD64"):
         need, hint = "an x86-64 processor", 'isa="native"'
         yield Problem("`isa` does not fit this kind of processor.", platform.machine(), need, hint)
+
+
+def product_problems(predict: Callable) -> Iterator[Problem]:
+    """Yield a problem if this process rounds operands of products: a package has no such setting, and a server f32."""
+    how = lowered_products().get("cpu")
+    if how == "bf16" and plain_of(predict) is None:
+        need = "torch.backends.mkldnn.matmul.fp32_precision 'ieee': a package does not keep the setting"
+        hint = "'ieee' before the export; for products of bf16 in a package, torch.autocast inside of `predict`"
+        yield Problem("products of f32 round their operands in this process.", f"{how!r}", need, hint)
