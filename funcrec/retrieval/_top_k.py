@@ -5,8 +5,9 @@ rows[b] = the k rows r with the greatest ⟨queries[b], items[r]⟩; among equal
 Shapes: B queries, R items, D dim, k.
 """
 
-from collections.abc import Iterator
-from typing import Annotated
+import functools
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +19,29 @@ from funcrec.kernels.forms import CODE_BITS
 from funcrec.kinds import QuantizedTables
 
 NumItems = Annotated[int, Within("an int in [1, 2³¹)", lambda k: 1 <= k < 2**31)]
+F = TypeVar("F", bound=Callable)
 
 
+def planned(queries: Tensor, items: Tensor, k: int, bits: int) -> tuple[Tensor, Tensor] | None:
+    """Return the result of a usual call, or None if the vectors do not fit, or a derivative needs the operation."""
+    return None if any_tracked((queries, items)) else library.planned("top_k")(queries, items, k, bits)
+
+
+def planned_first(fn: F) -> F:
+    """Return `fn` with a first try of its plan on two tensors and k, whose checks take a tenth of those of `typed`."""
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 3 and not kwargs and type(args[1]) is Tensor and type(args[2]) is int:
+            queries, items, k = args
+            if 1 <= k < 2**31 and ops.is_plain(None, queries) and (found := planned(queries, items, k, 0)) is not None:
+                return found
+        return fn(*args, **kwargs)
+
+    return cast(F, run)
+
+
+@planned_first
 @typed
 def top_k(
     queries: Annotated[Tensor, Form("f16+[B, D]")],
@@ -72,10 +94,8 @@ def top_k(
         bits = bits if bits in CODE_BITS else 0
         fits = queries.shape[1:] == (dim,)  # rows of codes may have equal bytes and different dims
     is_usual = fits and exclude is None and ops.is_plain(implementation, queries)
-    if is_usual and not any_tracked((queries, items)):
-        found = library.planned("top_k")(queries, items, k, bits)  # it gives None if the vectors do not fit
-        if found is not None:
-            return found
+    if is_usual and (found := planned(queries, items, k, bits)) is not None:
+        return found
     vectors = items.new_empty((0, dim), dtype=torch.float32) if bits else items
     check("funcrec.top_k", vector_problems(queries, vectors))
     rows, offsets = (None, None) if exclude is None else (exclude.values, exclude.offsets)

@@ -5,6 +5,7 @@
 // A score is Σ_d q_d · x_d, d ascending, each product and sum rounded: its bits do not depend on the other rows and queries.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -148,10 +149,106 @@ FUNCREC_INLINE void score(const A* panel, const A* queries, int64_t dim, int64_t
   }
 }
 
+#if defined(__AVX512F__)
+// -- few queries: most rows are told from the best without a transpose ------------------------------------------------
+//
+//   |Σ_d q_d x_d in any order - Σ_d q_d x_d in the order of d|  <=  (2 D + 96) 2⁻²⁴ · ‖q‖ ‖x‖ + 4 (D + 4) 2⁻¹²⁶
+//
+// So a row whose sum in the order of lanes is further below the k-th best needs no score. The others wait for 15 more.
+constexpr int64_t FEW = 4;           // queries for which that is faster than scores of all rows
+constexpr int64_t FEW_DIM = 1 << 12;  // the most columns for which the bound holds with its slack of 5 %
+constexpr int WAITING = 16;
+
+struct Waiting {
+  std::vector<float> rows;  // [16, D]
+  int64_t numbers[WAITING];
+  int count = 0;
+};
+
+// The sums over the lanes of each of 16 vectors.
+FUNCREC_INLINE __m512 lane_sums(const __m512* x) {
+  __m512 y[8], z[4], u[2];
+  for (int i = 0; i < 8; i++) y[i] = _mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]) + _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]);
+  for (int i = 0; i < 4; i++) {
+    const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
+    z[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  }
+  for (int i = 0; i < 2; i++) u[i] = _mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0x88) + _mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0xdd);
+  return _mm512_shuffle_f32x4(u[0], u[1], 0x88) + _mm512_shuffle_f32x4(u[0], u[1], 0xdd);
+}
+
+// sums[i] += q · x_i of 16 rows, 16 columns at a time. SQUARES: squares += x_i · x_i, too, and the next rows are fetched.
+template <bool SQUARES> FUNCREC_INLINE void lane_products(__m512* sums, __m512* squares, const float* rows, const float* query, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 16) {
+    const __mmask16 some = dim - d < 16 ? __mmask16((1 << (dim - d)) - 1) : __mmask16(-1);
+    const __m512 q = _mm512_maskz_loadu_ps(some, query + d);
+    for (int i = 0; i < 16; i++) {
+      const __m512 x = _mm512_maskz_loadu_ps(some, rows + i * dim + d);
+      sums[i] = _mm512_fmadd_ps(x, q, sums[i]);
+      if (SQUARES) _mm_prefetch(rows + (16 + i) * dim + d, _MM_HINT_T0);
+      if (SQUARES) squares[i % 4] = _mm512_fmadd_ps(x, x, squares[i % 4]);
+    }
+  }
+}
+
+// Offers the scores of the rows that wait, in their order.
+inline void offer_waiting(Waiting& own, float* panel, const float* query, int64_t dim, Best<float>& best) {
+  transpose<float, WAITING>(panel, own.rows.data(), dim);
+  Vec<float, WAITING> sums = {};
+  for (int64_t d = 0; d < dim; d++) sums += load<WAITING>(panel + d * WAITING) * query[d];
+  float out[WAITING];
+  store<WAITING>(out, sums);
+  for (int j = 0; j < own.count; j++) best.offer(out[j], own.numbers[j]);
+  own.count = 0;
+}
+
+inline void scan_few(const Items& items, int64_t begin, int64_t end, const float* queries, int64_t count, Best<float>* best) {
+  const int64_t dim = items.dim;
+  const bool as_it_lies = !items.bits && items.dtype == F32;
+  std::vector<float> read(16 * dim), panel(WAITING * dim);
+  Waiting waiting[FEW];
+  float slack[FEW];
+  for (int64_t q = 0; q < count; q++) {
+    waiting[q].rows.resize(WAITING * dim);
+    double square = 0;
+    for (int64_t d = 0; d < dim; d++) square += double(queries[q * dim + d]) * queries[q * dim + d];
+    slack[q] = float(1.05 * (2 * dim + 96) * 0x1p-24 * std::sqrt(square));
+  }
+  for (int64_t first = begin; first < end; first += 16) {
+    const int64_t rows = std::min<int64_t>(16, end - first);
+    const float* from = read.data();
+    if (as_it_lies && rows == 16) from = reinterpret_cast<const float*>(items.data + first * items.row_bytes);
+    else for (int64_t j = 0; j < rows; j++) read_row(read.data() + j * dim, items, first + j);
+    float norm = 0;
+    for (int64_t q = 0; q < count; q++) {
+      __m512 sums[16] = {}, squares[4] = {};
+      if (q) lane_products<false>(sums, squares, from, queries + q * dim, dim);
+      else {
+        lane_products<true>(sums, squares, from, queries, dim);
+        norm = std::sqrt(_mm512_reduce_add_ps(squares[0] + squares[1] + (squares[2] + squares[3])) * 1.02f + 16 * dim * 0x1p-126f);
+      }
+      const __m512 most = lane_sums(sums) + _mm512_set1_ps(slack[q] * norm + 4 * (dim + 4) * 0x1p-126f);
+      unsigned near = _mm512_cmp_ps_mask(most, _mm512_set1_ps(best[q].least), _CMP_NLE_UQ) & ((1u << rows) - 1);  // also NaN
+      for (Waiting& own = waiting[q]; near; near &= near - 1) {
+        const int j = __builtin_ctz(near);
+        std::copy_n(from + j * dim, dim, own.rows.data() + own.count * dim);
+        own.numbers[own.count++] = first + j;
+        if (own.count == WAITING) offer_waiting(own, panel.data(), queries + q * dim, dim, best[q]);
+      }
+    }
+  }
+  for (int64_t q = 0; q < count; q++) offer_waiting(waiting[q], panel.data(), queries + q * dim, dim, best[q]);
+}
+#endif
+
 // The best of rows [begin, end) for each of `count` queries.
 template <class A> void scan(const Items& items, int64_t begin, int64_t end, const A* queries, int64_t count, Best<A>* best) {
   constexpr int J = PANEL<A>;
   const int64_t dim = items.dim;
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4)
+    if (count <= FEW && dim <= FEW_DIM) return scan_few(items, begin, end, queries, count, best);
+#endif
   const bool as_it_lies = !items.bits && items.dtype == (sizeof(A) == 8 ? F64 : F32);
   std::vector<A> panel(J * dim), read(J * dim);
   for (int64_t first = begin; first < end; first += J) {

@@ -118,3 +118,39 @@ def test_the_memory_of_a_call_is_of_its_answers_order():
         answer = ops.top_k(queries, items, None, None, len(items))
         assert resident("VmHWM") - before < 5 * sum(x.nbytes for x in answer)
     same(answer, ops.top_k(queries, items, None, None, len(items), implementation="reference"))
+
+
+def hard(kind, n, d, generator):
+    """Return a query and items whose sums round, cancel, overflow or vanish, or are nearly equal."""
+    query, items = torch.randn(1, d, generator=generator), torch.randn(n, d, generator=generator)
+    if kind == "nearly equal":  # the k best differ in their last bits, and the order of a sum decides
+        items = items[:1] + torch.randint(-2, 3, (n, d), generator=generator) * 2.0**-23
+    elif kind == "ascending":
+        items = items[(items @ query[0]).argsort()]
+    elif kind == "cancelling":
+        items = torch.cat([items * 1e6, (1 - items) * 1e6], 1)[:, :d].contiguous()
+        items[:, 1::2] = -items[:, : d - d % 2 : 2] * query[:, : d - d % 2 : 2] / query[:, 1::2]
+    elif kind == "large":
+        query, items = query * 2e19, items * 1e19
+    elif kind == "small":
+        query, items = query * 1e-3, items * 1e-38
+    elif kind == "of all sizes":
+        items = items * 10.0 ** torch.randint(-38, 39, (n, 1), generator=generator)
+    elif kind == "some NaN":
+        items[torch.randint(0, n, (n // 3,), generator=generator), 0] = torch.nan
+        items[torch.randint(0, n, (n // 3,), generator=generator), -1] = torch.inf
+    return query, items
+
+
+KINDS = ("nearly equal", "ascending", "cancelling", "large", "small", "of all sizes", "some NaN")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_row_is_left_out_wrongly(kind):
+    """For one query, rows that a quick sum tells from the best are never among the best, whatever the numbers."""
+    for seed, (n, d, k) in enumerate([(700, 64, 10), (333, 33, 3), (50, 5, 60), (17, 16, 1), (900, 130, 40)]):
+        query, items = hard(kind, n, d, torch.Generator().manual_seed(seed))
+        queries = torch.cat([query, -query, query * 0])
+        for some in (query, queries):
+            want = ops.top_k(some, items, None, None, k, implementation="reference")
+            same(ops.top_k(some, items, None, None, k), want)
