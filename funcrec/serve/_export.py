@@ -194,7 +194,8 @@ def compile_program(program: Program, path: Path, isa: str, digest: str) -> None
         from torch._inductor import aoti_compile_and_package, config
 
         own = tempfile.TemporaryDirectory()
-        with STAGING, own, knowing(), two_products(program.exported), warnings.catch_warnings():
+        by_rows = two_products(program.exported, is_native=isa == "native")
+        with STAGING, own, knowing(), by_rows, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             with plain_device_names(), without_stacks(), config.patch({"aot_inductor.output_path": own.name}):
                 made = aoti_compile_and_package(

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrec.compile import two_products
+from funcrec.compile.backend import _products
 
 
 class Layers(torch.nn.Module):
@@ -43,7 +44,7 @@ def test_large_products_branch_on_their_rows():
     """A large f32 product with a bias has both branches. All products equal x Wᵀ + b for any number of rows. oneDNN
     makes a plan for each number of rows. It therefore gets multiples of 32 rows."""
     program = exported(torch.export.Dim("B", min=1, max=4096)).run_decompositions({})
-    with two_products(program):
+    with two_products(program, is_native=False):
         assert branches(program) == 2
         for rows, whole in ((1, 32), (31, 32), (32, 32), (33, 64), (70, 96)):
             x, w, b = torch.randn(rows, 160), torch.randn(128, 160) / 12, torch.randn(128)
@@ -58,5 +59,14 @@ def test_large_products_branch_on_their_rows():
 def test_a_fixed_number_of_rows_has_no_branch():
     """With a fixed number of rows the program has no branch."""
     program = exported(None).run_decompositions({})
-    with two_products(program):
+    with two_products(program, is_native=False):
         assert branches(program) == 0
+
+
+def test_a_program_for_intel_alone_has_no_branch(monkeypatch):
+    """On Intel's processors BLAS is faster for any number of rows."""
+    program = exported(torch.export.Dim("B", min=1, max=4096)).run_decompositions({})
+    for vendor, count in (("GenuineIntel", 0), ("AuthenticAMD", 2)):
+        monkeypatch.setattr(_products, "processor", lambda vendor=vendor: vendor)
+        with two_products(program, is_native=True):
+            assert branches(program) == count
