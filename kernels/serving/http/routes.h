@@ -6,6 +6,7 @@
 #include <charconv>
 #include <optional>
 
+#include "counted_body.h"
 #include "hosts.h"
 #include "protocol.h"
 
