@@ -162,8 +162,8 @@ EVERY = {**MODES, **MORE, **COMPILED}
 def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float = 0.0) -> str:
     """Return RIGHT, RAISED, or the two numbers.
 
-    smooth: the function from which differences are computed; values are those of s. needs keeps the differences, and
-    the size of s at 0, for the next mode.
+    smooth: the function from which differences are computed; values are those of s. needs keeps the differences, the
+    numbers that they are made of, and the size of s at 0, for the next mode.
     """
     derivative, difference = EVERY[mode]
     try:
@@ -171,10 +171,23 @@ def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float =
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         return f"{RAISED}: {type(error).__name__} {str(error)[:400]}"
     if difference not in needs:
-        needs[difference] = difference(s if difference is value or mode == "vmap" else smooth)
+        plain = s if difference is value or mode == "vmap" else smooth
+        needs[difference] = difference(at_points(plain, needs.setdefault(plain, {})))
     if "size" not in needs:
-        needs["size"] = size_of(smooth)
+        needs["size"] = size_of(at_points(smooth, needs.setdefault(smooth, {})))
     return compared(got.detach(), needs[difference], needs["size"], mode, rtol)
+
+
+def at_points(s: Callable, known: dict[float, Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return s for numbers t. known keeps its values: the differences of several modes read the same points."""
+
+    def read(t: Tensor) -> Tensor:
+        at = float(t)
+        if at not in known:
+            known[at] = s(t)
+        return known[at]
+
+    return read
 
 
 def size_of(s: Callable) -> float:
@@ -188,14 +201,17 @@ def compared(got: Tensor, need: Tensor, size: float, mode: str, rtol: float = 0.
     return RIGHT if bool((got - need).abs() <= tolerance) else f"got {float(got):.8g}, difference {float(need):.8g}"
 
 
-def sweep(case: Case, modes: Sequence[str] = tuple(MODES)) -> dict[tuple[str, str], str]:
-    """Return {(input, mode): outcome} for all inputs of the case."""
+def sweep(
+    case: Case, modes: Sequence[str] = tuple(MODES), inputs: Sequence[str] | None = None
+) -> dict[tuple[str, str], str]:
+    """Return {(input, mode): outcome} for these inputs of the case, or for all."""
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for which in case.inputs:
-            s, smooth, needs = along(case, which), along(case._replace(f=case.smooth or case.f), which), {}
-            s(ZERO)
+        for which in case.inputs if inputs is None else inputs:
+            s, needs = along(case, which), {}
+            smooth = along(case._replace(f=case.smooth), which) if case.smooth else s
+            at_points(s, needs.setdefault(s, {}))(ZERO)
             found |= {(which, mode): outcome(s, mode, needs, smooth, case.rtol) for mode in modes}
     return found
 
