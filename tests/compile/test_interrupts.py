@@ -26,6 +26,9 @@ def state() -> dict:
     return {"w": torch.arange(4.0), "t": torch.zeros(2)}
 
 
+pytestmark = pytest.mark.xdist_group("interrupts")  # the step is compiled once
+
+
 @pytest.fixture(scope="module")
 def trial():
     return Trial()

@@ -28,6 +28,7 @@ def is_code(span):
     return not left_out and any(isinstance(n, (ast.Call, ast.ImportFrom, ast.Import)) for n in nodes)
 
 
+pytestmark = pytest.mark.xdist_group("readme")  # its blocks run once
 SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
 INLINE = [x for x in SPANS if is_code(x)]
 COMMANDS = re.findall(r"python -c \"([^\"]*)\"", TEXT)

@@ -12,6 +12,7 @@ import torch
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
+pytestmark = pytest.mark.xdist_group("step")  # its step is compiled once
 TABLES = (
     fr.TableConfig("item", num_embeddings=50, embedding_dim=8),
     fr.TableConfig("user", num_embeddings=20, embedding_dim=3, dtype=torch.bfloat16),

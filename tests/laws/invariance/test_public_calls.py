@@ -4,6 +4,7 @@ import pytest
 from programs.invariant_calls import NONE, NOT_HERE, RAISES, RIGHT, compiled, is_of_the_host, outcome
 from programs.public_calls import public_calls
 
+pytestmark = pytest.mark.xdist_group("public_calls")  # the calls are made once
 EVERY = 16  # each sixteenth call is compiled; 1 for all
 
 
