@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+CLOCKS = {"clock": time.perf_counter, "processor": time.process_time}
+CLOCK = "clock"  # `run.py --clock` sets it in the process of a case
 MB = 2**20
 Call = Callable[[], object]
 
@@ -31,9 +33,10 @@ def interleave(
     rounds: int,
     warmup: int = 2,
     wait: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
     """Return {case: seconds of each round}. Every round runs every case once, and starts with the next case."""
+    clock = clock or CLOCKS[CLOCK]
     for _ in range(warmup):
         for call in cases.values():
             call()

@@ -62,10 +62,11 @@ def header(lines: list[dict]) -> str:
     where = f"{first['cpu']}, {first['cores']} cores" + (f", {first['gpu']}" if first.get("gpu") else "")
     loads = [x["load"][0] for x in lines if x.get("load")]
     busiest = f" Load average before a case: {min(loads)} to {max(loads)}." if loads else ""
+    own = " Times are the processor's, without those of other jobs." if first.get("clock") == "processor" else ""
     small = " EVERY SHAPE WAS CUT: these are no results." if any(x.get("tiny") for x in lines) else ""
     return (
         f"{where}, torch {first['torch']}, {max(x['date'] for x in lines)}, commit "
-        f"{', '.join(commits)}.{busiest}{small} "
+        f"{', '.join(commits)}.{busiest}{own}{small} "
         "A ratio is a peer's time over funcrec's: medians of interleaved rounds, in brackets the quartiles. "
         "GB/s counts ids, rows, state, output and gradient once; the share is of the copy's bandwidth in the same run. "
         "The roofline is the time of the case's bytes at the rates of a copy and of gathers, and of its products at "

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import measure
 import torch
 from contest import Setting
 from funcrec.kernels import ops
@@ -50,6 +51,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--rounds", type=int, default=21, help="interleaved rounds of a case, at most")
     parser.add_argument("--seconds", type=float, default=8.0, help="time for the rounds of a case")
+    parser.add_argument(
+        "--clock", choices=measure.CLOCKS, default="clock",
+        help="processor: the process's time, for one thread beside other jobs (default %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--implementation", help="of funcrec's kernels, instead of the device's own")
     parser.add_argument("--tiny", action="store_true", help="cut every shape: only to see that everything runs")
@@ -83,13 +88,14 @@ def run_one(job: Job, options: argparse.Namespace) -> None:
     about = machine(options.device)  # the load before the case
     torch.set_num_threads(job.threads)
     torch.manual_seed(0)
+    measure.CLOCK = options.clock
     module = importlib.import_module(job.group)
     choice = options.implementation
     setting = Setting(options.device, job.threads, options.rounds, options.seconds, options.tiny, choice)
     with ops.using(choice) if choice else contextlib.nullcontext():
         figures = module.run(module.CASES[job.case], setting)
     head = {"group": job.group, "case": job.case, "device": options.device, "threads": job.threads}
-    head |= {"implementation": choice, "tiny": options.tiny}
+    head |= {"implementation": choice, "tiny": options.tiny, "clock": options.clock}
     record(job.group, {**about, **head, **figures}, options.out)
 
 
@@ -97,7 +103,7 @@ def spawn(job: Job, options: argparse.Namespace) -> str | None:
     """Run one case in a process of its own, and return an error or None."""
     words = [sys.executable, __file__, "--one", job.group, job.case, str(job.threads), "--device", options.device]
     words += ["--rounds", str(options.rounds), "--seconds", str(options.seconds), "--out", str(options.out)]
-    words += ["--tiny"] if options.tiny else []
+    words += ["--clock", options.clock, *(["--tiny"] if options.tiny else [])]
     words += ["--implementation", options.implementation] if options.implementation else []
     # compiled code depends on the number of threads, so each number has its own cache
     cache = Path(tempfile.gettempdir()) / f"funcrec_bench_{os.getuid()}" / f"threads{job.threads}"

@@ -8,6 +8,7 @@ import torch
 from torch.func import vjp, vmap
 
 import funcrec as fr
+from funcrec.serve._export_checks import product_problems
 
 MATMUL = torch.backends.mkldnn.matmul
 
@@ -69,6 +70,7 @@ def test_invariant_products_do_not_round():
     plain = f(x, x, x)
     with precision():
         assert torch.equal(f(x, x, x), plain)
+        assert list(product_problems(f)) == [] and list(product_problems(products))
 
 
 def inside(x):
