@@ -30,7 +30,18 @@ from funcrec.serve._export_checks import (
     package_problems,
     product_problems,
 )
-from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, digest_of, needs_of, sha256_of, text_of
+from funcrec.serve._manifest import (
+    BLANK,
+    ENCODING,
+    FORMAT,
+    MANIFEST,
+    MODEL,
+    TURNED_FORMAT,
+    digest_of,
+    needs_of,
+    sha256_of,
+    text_of,
+)
 from funcrec.serve._package import Package, load_package
 from funcrec.serve._trace import ANY_ROW, CALL, SINGLE, Form, Program, example_problems, form_of, trace, without_stacks
 from funcrec.serve._weights import FILE, Version, named, params_problems, signature, write_weights
@@ -95,7 +106,11 @@ def export(
         bags.
       FileExistsError: if `path` exists and `overwrite` is False, or if `path` is not a package.
 
-    Law: load_package(export(predict, params, batch, path))(batch) == predict(params, batch), up to rounding.
+    Law: load_package(export(predict, params, batch, path))(batch) == predict(params, batch), up to rounding. With
+      `fr.invariant(predict)` it is equal.
+
+    Cost: a program of `fr.invariant(predict)` takes the weights of its linear layers turned: a package that is opened
+      holds them twice, and a product of one to sixteen rows takes half to a third of the time.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -135,6 +150,8 @@ def export(
         **{"outputs": program.outputs, "features": program.features, "tables": program.tables},
         **{"max_batch": max_batch, "max_ids": max_ids, "example": canary},
     }
+    if program.turned:
+        content |= {"format": TURNED_FORMAT, "turned": program.turned}
 
     def write(folder: Path) -> None:
         write_weights(folder, tensors, version)

@@ -17,8 +17,9 @@ import torch
 from funcrec.core import Problem, check, fail
 from funcrec.files import Folder
 from funcrec.serve._json_forms import MOST, SPEC, OrNull, Whole, form_problems, wrong
+from funcrec.serve._turned import turned_problems
 
-FORMAT = 2
+FORMAT, TURNED_FORMAT = 2, 3  # of packages whose program takes weights as they are stored, or some of them turned
 MANIFEST, MODEL, ENCODING = "manifest.json", "model.pt2", "encoding.frc"
 BLANK = "0" * 64
 DIGITS = re.compile(r'("(?:digest|model\.pt2|encoding\.frc)": )"[0-9a-f]{64}"')
@@ -85,6 +86,9 @@ def read_manifest(call: str, folder: Folder) -> dict[str, Any]:
     check(call, form_problems(str(path), found, {"needs": [str]}))
     check(call, place_problems(found))
     check(call, form_problems(str(path), found, BODY))
+    if found["format"] == TURNED_FORMAT:
+        check(call, form_problems(str(path), found, {"turned": [str]}))
+        check(call, turned_problems(f"{path}.turned", found["turned"], found["params"]))
     check(call, name_problems(str(path), found["files"]))
     return found
 
@@ -96,9 +100,14 @@ AGAIN = "fr.export again, or the package's own copy"
 
 
 def format_problems(path: Path, found: dict) -> Iterator[Problem]:
-    if found["format"] != FORMAT:
+    if found["format"] not in (FORMAT, TURNED_FORMAT):
         hint = "the funcrec that wrote it, or fr.export again"
-        yield Problem(f"`{path}` is of another format.", f"format {found['format']!r}", f"format {FORMAT}", hint)
+        yield Problem(
+            f"`{path}` is of another format.",
+            f"format {found['format']!r}",
+            f"format {FORMAT} or {TURNED_FORMAT}",
+            hint,
+        )
 
 
 def name_problems(at: str, files: dict) -> Iterator[Problem]:

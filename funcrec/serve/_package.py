@@ -24,6 +24,7 @@ from funcrec.kernels import library
 from funcrec.kernels.tracked import is_bare
 from funcrec.serve._manifest import AGAIN, ENCODING, MANIFEST, MODEL, read_manifest, sha256_of
 from funcrec.serve._trace import SINGLE, Form
+from funcrec.serve._turned import turn_again
 from funcrec.serve._weights import DTYPES, Weights, mapped, memory_of, read_weights
 from funcrec.serve.freshness._apply import applied, permits
 from funcrec.serve.freshness._published import follow
@@ -119,7 +120,7 @@ class Package:
             try:
                 take()
                 with torch._C._AutoDispatchBelowAutograd():  # so operators need not check for derivatives
-                    out = run([*weights.tensors.values(), *tensors])
+                    out = run([*weights.given, *tensors])
                 out = own(out, memory)
             finally:
                 give()
@@ -158,7 +159,7 @@ class Package:
 
         def read(folder: Folder) -> Weights:
             check(SWAP, other_problems(folder, own["digest"]))
-            return read_weights(SWAP, folder, own["params"], checksums=checksums)
+            return read_weights(SWAP, folder, own, checksums=checksums)
 
         with self._opened.change:
             self._weights = read_folder(SWAP, path, read)
@@ -177,6 +178,7 @@ class Package:
             old = self._weights
 
             def name(version: str) -> None:
+                turn_again(old.tensors, old.turned)
                 self._weights = old._replace(version=version, is_changed=old.is_changed or version != old.version)
 
             where, alone = path_or_url(APPLY, path), permits(own.free, own.threads)
@@ -232,7 +234,7 @@ def open_package(folder: Folder, threads: int, checksums: bool) -> Package:
     library.load("cpp")  # the operators of the program
     program = _aoti.AOTIModelPackageLoader(str(files[MODEL].own_path), "model", False, threads, -1)
     check(LOAD, program_problems(program.get_metadata().get("funcrec_digest"), manifest["digest"]))
-    weights = read_weights(LOAD, folder, manifest["params"], checksums=checksums)
+    weights = read_weights(LOAD, folder, manifest, checksums=checksums)
     encoding = load(files[ENCODING].own_path) if ENCODING in files else None
     free = SimpleQueue()
     for _ in range(threads):

@@ -33,6 +33,7 @@ from funcrec.core import (
 )
 from funcrec.invariance import check_operators, plain_of, replacements
 from funcrec.jagged import KeyedJaggedTensor, expand_bags, inverse_value_problems, with_bags
+from funcrec.serve._turned import turn_weights
 from funcrec.serve._weights import NAMES
 from funcrec.tables import Batch, bounded, kind_of_tables, lookups_seen, table_shapes
 
@@ -107,12 +108,13 @@ def form_of(example: Batch) -> Form:
 
 
 class Program(NamedTuple):
-    """A traced program. exported: a program of flat tensors. outputs, features, tables: as in the manifest."""
+    """A traced program. exported: a program of flat tensors. outputs, features, tables, turned: as in the manifest."""
 
     exported: torch.export.ExportedProgram
     outputs: list[dict]
     features: list[dict]
     tables: list[dict[Any, Any]]
+    turned: list[str]
 
 
 def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: int) -> Program:
@@ -140,7 +142,8 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
         exported = export_of(run, predict, [*flat, *form.sample()], form, max_batch, max_ids)
     xs, batch, out, lookups = seen
     param_names = {id(x): names[i] for x, i in zip(xs, order, strict=False)}
-    return Program(exported, outputs_of(out), features_of(batch.ids, lookups), tables_of(lookups, param_names))
+    turned = turn_weights(exported, [names[i] for i in order])
+    return Program(exported, outputs_of(out), features_of(batch.ids, lookups), tables_of(lookups, param_names), turned)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from funcrec.files import (
 )  # fmt: skip
 from funcrec.kinds import Vocabulary
 from funcrec.serve._json_forms import text_of
+from funcrec.serve._turned import turned
 
 KIND, PAGE = "funcrec weights 2", 4096
 is_name = lambda text: bool(text) and text.isprintable()
@@ -45,13 +46,18 @@ STORED = {DTYPE_NAMES[x]: x for x in NAMES}  # by their names in files
 
 
 class Weights(NamedTuple):
-    """Tensors by name, their version, their file, their places in it, and the addresses of their memory."""
+    """Tensors by name, their version, their file, their places in it, and the addresses of their memory.
+
+    turned: the copies that a program reads in place of some tensors. given: what it takes, in its order.
+    """
 
     tensors: dict[str, Tensor]
     version: str
     file: OpenFile
     places: list[Placed]
     memory: frozenset[int]
+    turned: dict[str, Tensor]
+    given: list[Tensor]
     is_changed: bool = False  # in this process's memory, by deltas
 
 
@@ -79,8 +85,9 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], version: str | No
         write_tensors(file, KIND, specs, tensors.values(), {"version": version or UNNAMED}, PAGE, late)
 
 
-def read_weights(call: str, folder: Folder, wanted: Sequence[dict[Any, Any]], *, checksums: bool) -> Weights:
+def read_weights(call: str, folder: Folder, manifest: Mapping[str, Any], *, checksums: bool) -> Weights:
     """Return the mapped weights of a folder, which must have the names, dtypes and shapes that the package wants."""
+    wanted = manifest["params"]
     file, found, version = read_index(call, folder)
     check(call, signature_problems(file.path, found, wanted))
     places = [found[e["name"]] for e in wanted]  # in the order in which a program takes them
@@ -90,7 +97,9 @@ def read_weights(call: str, folder: Folder, wanted: Sequence[dict[Any, Any]], *,
             check_crc(p, tensors[p.name])
     except FileError as error:
         fail_damaged(call, file.path, error)
-    return Weights(tensors, version, file, places, frozenset(map(memory_of, tensors.values())))
+    copies = turned(tensors, manifest.get("turned", ()))
+    given = [copies.get(n, x) for n, x in tensors.items()]
+    return Weights(tensors, version, file, places, frozenset(map(memory_of, given)), copies, given)
 
 
 def read_index(call: str, folder: Folder) -> tuple[OpenFile, dict[str, Placed], str]:

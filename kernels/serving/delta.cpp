@@ -104,7 +104,7 @@ class Writable {
 
 }  // namespace
 
-void Weights::apply(const File& file, const Manifest& manifest, const std::function<void()>& accept) {
+void Weights::apply(const File& file, const Manifest& manifest, const std::function<void()>& accept, const std::function<void(const Placed&)>& written) {
   const std::string &path = file.path, content = read(file);
   const Header header = read_header(path, KIND, int64_t(content.size()), ALIGN, [&](int64_t at, int64_t n) { return content.substr(size_t(at), size_t(n)); });
   for (const char* key : {"manifest", "from", "to"})
@@ -127,14 +127,19 @@ void Weights::apply(const File& file, const Manifest& manifest, const std::funct
   Pages pages;  // made during runs, so that runs wait for the copy only
   each([&](char* at, const char*, int64_t n) { pages.add(at, n); });
   pages.make();
-  if (accept) each([&](char* at, const char*, int64_t n) { if (n) before.append(at, size_t(n)); });
+  if (accept || written) each([&](char* at, const char*, int64_t n) { if (n) before.append(at, size_t(n)); });
+  const auto tell = [&] {
+    for (const Change& c : changes) if (written) written(*c.tensor);
+  };
   std::lock_guard alone(gate);
   each([](char* at, const char* from, int64_t n) { if (n) std::memcpy(at, from, size_t(n)); });
-  if (accept) try {
-    accept();
+  try {
+    tell();
+    if (accept) accept();
   } catch (...) {
     const char* from = before.data();
     each([&](char* at, const char*, int64_t n) { if (n) std::memcpy(at, from, size_t(n)); from += n; });
+    tell();
     throw;
   }
   version.swap(name);

@@ -11,7 +11,7 @@
 namespace funcrec::serving {
 namespace {
 
-constexpr int64_t FORMAT = 2, PAGE = 4096;
+constexpr int64_t FORMAT = 2, TURNED_FORMAT = 3, PAGE = 4096;  // TURNED_FORMAT: the program takes some weights turned
 constexpr int64_t ANY_ROW = std::numeric_limits<int64_t>::max();  // the rows of a column that is hashed or not looked up
 constexpr size_t DIGITS = 64;
 const std::string WEIGHTS = "funcrec weights 2";
@@ -182,6 +182,18 @@ bool Entry::truth() const {
 
 // -- files ------------------------------------------------------------------------------------------------------------
 
+// Names of matrices of the parameters, each once.
+static std::vector<std::string> turned_of(const Entry& names, const std::vector<Spec>& params) {
+  std::vector<std::string> out;
+  for (const Entry& e : names.items()) out.push_back(e.text());
+  for (size_t i = 0; i < out.size(); i++) {
+    const auto is_matrix = [&](const Spec& s) { return s.name == out[i] && s.shape.size() == 2; };
+    if (std::none_of(params.begin(), params.end(), is_matrix) || std::find(out.begin(), out.begin() + i, out[i]) != out.begin() + i)
+      names.items()[i].fail('"' + out[i] + '"', "a matrix of `params`, once");
+  }
+  return out;
+}
+
 boost::json::value parse(const std::string& path, const std::string& text) {
   boost::system::error_code error;
   auto value = boost::json::parse(text, error);
@@ -197,11 +209,13 @@ Manifest read_manifest(const Folder& folder, const std::string& torch) {
   Manifest m;
   const int64_t format = top["format"].number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
   m.digest = top["digest"].text(), m.funcrec = top["funcrec"].text(), m.torch = top["torch"].text(), m.isa = top["isa"].text();
-  if (format != FORMAT) throw Bad("`" + path + "` is of another format.", "format " + std::to_string(format), "format " + std::to_string(FORMAT));
+  if (format != FORMAT && format != TURNED_FORMAT)
+    throw Bad("`" + path + "` is of another format.", "format " + std::to_string(format), "format " + std::to_string(FORMAT) + " or " + std::to_string(TURNED_FORMAT));
   if (const std::string now = sha256(blanked(text, {"digest", "model.pt2", "encoding.frc"})); now != m.digest)
     throw Bad("`" + path + "` was changed.", "digest " + now, m.digest);
   check_place(m, top, torch);
   m.inputs = specs_of(top["inputs"]), m.params = specs_of(top["params"]), m.outputs = specs_of(top["outputs"]);
+  if (format == TURNED_FORMAT) m.turned = turned_of(top["turned"], m.params);
   m.max_batch = top["max_batch"].number(1, std::numeric_limits<int32_t>::max());
   m.max_ids = top["max_ids"].number(0, MOST);
   if (top.has("example")) try {

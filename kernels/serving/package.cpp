@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <iostream>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
@@ -84,13 +85,30 @@ template <class F> auto of_torch(const char* what, F&& f) {
   }
 }
 
-// Weights, and their tensors in the order in which a program takes them.
+// Weights, and the tensors that a program takes, in its order. Those that it takes turned are copies.
 struct Parameters {
   Weights weights;
   std::vector<at::Tensor> tensors;
+  std::map<std::string, at::Tensor> turned;  // by name: the views of the file whose copies are turned, and
+  std::map<std::string, at::Tensor> copies;  // the copies
 
   Parameters(const Folder& folder, const Manifest& manifest, bool checksums) : weights(folder, manifest, checksums) {
-    for (const Placed& p : weights.tensors()) tensors.push_back(view(weights.address(p), p.spec.shape, scalar_type(p.spec.dtype)));
+    for (const Placed& p : weights.tensors()) {
+      at::Tensor x = view(weights.address(p), p.spec.shape, scalar_type(p.spec.dtype));
+      if (const auto& names = manifest.turned; std::find(names.begin(), names.end(), p.spec.name) != names.end()) {
+        turned.emplace(p.spec.name, x);
+        x = copies.emplace(p.spec.name, x.t().clone(at::MemoryFormat::Contiguous)).first->second;
+      }
+      tensors.push_back(std::move(x));
+    }
+  }
+  // Turns a tensor again, after a write to it. The caller holds the gate of the weights alone.
+  void turn(const Placed& p) {
+    if (const auto copy = copies.find(p.spec.name); copy != copies.end()) copy->second.copy_(turned.at(p.spec.name).t());
+  }
+  bool holds(const void* data) const {
+    const auto within = [&](const auto& of) { return data >= of.second.data_ptr() && data < static_cast<const char*>(of.second.data_ptr()) + of.second.nbytes(); };
+    return weights.holds(data) || std::any_of(copies.begin(), copies.end(), within);
   }
 };
 
@@ -300,7 +318,7 @@ std::vector<Output> Package::Inside::outputs_of(std::vector<at::Tensor> results,
       throw Failed("the program's output " + spec.name + " is not " + text_of(spec) + ", as its manifest says");
     const void* data = x.data_ptr();
     const auto within = [&](auto span) { return data >= span.data() && data < span.data() + span.size(); };
-    if (p.weights.holds(data) || within(r.dense) || within(r.values) || within(r.offsets) || within(r.weights)) x = x.clone();
+    if (p.holds(data) || within(r.dense) || within(r.values) || within(r.offsets) || within(r.weights)) x = x.clone();
     data = x.data_ptr();
     out.push_back({spec.dtype, std::move(shape), data, std::make_shared<at::Tensor>(std::move(x))});
   }
@@ -328,7 +346,7 @@ void Package::back(const std::string& version) {
 void Package::apply(const std::string& file, const std::string& below) {
   std::lock_guard alone(in_->one_change);
   const auto p = in_->now.load();
-  p->weights.apply(open_file(file, below), in_->manifest, [&] { in_->try_out(*p, true); });
+  p->weights.apply(open_file(file, below), in_->manifest, [&] { in_->try_out(*p, true); }, [&](const Placed& own) { p->turn(own); });
 }
 
 int64_t Output::row_bytes() const {

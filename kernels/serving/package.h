@@ -76,6 +76,7 @@ struct Example {
 struct Manifest {
   std::string digest, funcrec, torch, isa;
   std::vector<Spec> inputs, params, outputs;  // inputs: dense, values, offsets and weights, as far as there are such, in that order
+  std::vector<std::string> turned;            // matrices of `params` that the program takes turned, [columns, rows]
   std::vector<Feature> features;
   std::vector<TableOf> tables;
   int64_t max_batch, max_ids;

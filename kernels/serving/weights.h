@@ -43,8 +43,10 @@ class Weights {
   std::string version;  // changed under the gate
 
   // Applies a delta file for the version of these weights: the file is checked as a whole, and then written while no
-  // run reads. `accept` is called before other runs read; if it throws, every bit stays as it was.
-  void apply(const File& file, const Manifest& manifest, const std::function<void()>& accept = nullptr);
+  // run reads. `accept` is called before other runs read; if it throws, every bit stays as it was. `written` is called
+  // after each write to a tensor, also after those that undo one.
+  void apply(const File& file, const Manifest& manifest, const std::function<void()>& accept = nullptr,
+             const std::function<void(const Placed&)>& written = nullptr);
 
  private:
   void unmap();

@@ -12,8 +12,10 @@ from programs import answers, every_dtype, tensor_files
 import funcrec as fr
 from funcrec.serve._trace import form_of, trace
 from funcrec.serve._weights import FILE, named
+from funcrec.serve.freshness._delta_file import Change, write_file
 
 pytestmark = pytest.mark.xdist_group("every_dtype")
+KEYS = fr.key(1), fr.key(1)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,8 @@ def test_cpp_answers_as_python_does(running, folder, num_bags, most):
 
 def test_a_history_is_answered_without_python(program, tmp_path):
     """SASRec's queries, with attention within bags, are in C++ what they are in Python, for lengths from 0, and under
-    `invariant` bit for bit. From the package in Python, too, they find the rows that top_k finds without it."""
+    `invariant` bit for bit, also with newer weights. From the package in Python, too, they find the rows that top_k
+    finds without it."""
     tables, history = (fr.TableConfig("item", 30, 8),), fr.FeatureConfig("history", table="item", pooling="none")
     model = fr.models.sasrec(tables, history, blocks=1, max_length=6)
     params = model.init(fr.key(0))
@@ -74,6 +77,23 @@ def test_a_history_is_answered_without_python(program, tmp_path):
             seen = fr.JaggedTensor.from_lists(bags)
             rows = [fr.top_k(x, model.items(params), 3, exclude=seen)[1] for x in (query(batch(bags)), want)]
             assert rows[0].equal(rows[1])
+        # Weights that the program takes turned follow a delta of their rows, and a swap.
+        first, rows, newer, mixed = (
+            "dense['blocks'][0]['first']['weight']",
+            torch.tensor([1, 4]),
+            *map(model.init, KEYS),
+        )
+        assert first in query.manifest["turned"]
+        values = named(newer)[first][rows]
+        mixed.dense["blocks"][0]["first"]["weight"] = named(params)[first].index_copy(0, rows, values)
+        changes = {n: Change(None, x) for n, x in named(newer).items()} | {first: Change(rows, values)}
+        write_file("test", tmp_path / "delta", query.manifest["digest"], query.version, "newer", changes)
+        fr.save_weights(tmp_path / "next", newer)
+        for change, path, now in (("apply", "delta", mixed), ("swap", "next", newer)):
+            for own in (query, process):
+                getattr(own, change)(tmp_path / path)
+            got, own = ask(process, batch([[1, 2], [3]])).outputs[0], exact(now, batch([[1, 2], [3]]))
+            assert torch.equal(got, own) and torch.equal(query(batch([[1, 2], [3]])), own)
 
 
 SEQUENCE = functools.partial(fr.FeatureConfig, pooling="none", max_length=6)
@@ -285,7 +305,12 @@ def manifest(key, value):
 PACKAGES = {
     "another torch": (manifest("torch", "2.11.0"), "torch"),
     "another processor": (manifest("needs", ["avx1024"]), "avx1024"),
-    "another format": (manifest("format", 3), "format"),
+    "another format": (manifest("format", 4), "format"),
+    "a format without its entry": (manifest("format", 3), 'no "turned"'),
+    "a turned stranger": (
+        rewritten("manifest.json", lambda c: c.update(format=3, turned=["a"])),
+        "turned[0]` is wrong",
+    ),
     "a changed manifest": (
         lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text() + " "),
         "changed",

@@ -237,7 +237,7 @@ def test_weights_of_every_dtype_and_shape_come_back(dtype, tmp_path):
     }
     want = named(given)
     folder = Folder(fr.save_weights(tmp_path / "w", given))
-    found = read_weights("test", folder, signature(want), checksums=True).tensors
+    found = read_weights("test", folder, {"params": signature(want)}, checksums=True).tensors
     assert all(torch.equal(found[n], x) and x.dtype == found[n].dtype for n, x in want.items())
 
 
@@ -325,7 +325,9 @@ DAMAGES = {
     "half a manifest": (cut("manifest.json", 40), "is damaged"),
     "a changed manifest": (edited("manifest.json", '"max_batch": 4096', '"max_batch": 8192'), "was changed"),
     "rows": (edited("manifest.json", '"rows": 50', '"rows": 51'), "was changed"),
-    "another format": (rewritten(format=3), "another format"),
+    "another format": (rewritten(format=4), "another format"),
+    "a format without its entry": (rewritten(format=3), "turned"),
+    "a turned vector": (rewritten(format=3, turned=["dense['bias']"]), r"turned\[0\]` is wrong"),
     "another torch": (rewritten(torch="2.9.1"), "another torch"),
     "another processor": (rewritten(needs=["avx2", "avx9"]), "lacks"),
     "another program's manifest": (rewritten(max_batch=8192), "is not the manifest's program"),
