@@ -6,19 +6,18 @@ from torch import Tensor
 
 def invariant_bmm(a: Tensor, b: Tensor) -> Tensor:
     """Return a b, f[S, M, N]. Either matrix may be stored by rows or by columns."""
-    a, b = (x if is_matrix(x) else x.contiguous() for x in (a, b))
-    check(a, 3, REALS), check(b, 3, REALS)
-    if a.dtype != b.dtype or a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
-        got = f"{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
+    a, shape, *left = operand(a)
+    b, (stack, inner, columns), *right = operand(b)
+    dtype = a.dtype
+    if dtype != b.dtype or shape[0] != stack or shape[2] != inner:
+        got = f"{dtype}{list(shape)} and {b.dtype}{[stack, inner, columns]}"
         fail(
             "invariant_bmm", "the operands do not match.", got, "f[S, M, K] and f[S, K, N] of one dtype", "x.to(dtype)"
         )
-    stack, rows, depth = a.shape
-    out = empty((stack, rows, b.shape[2]), a.dtype)
-    if out.numel():
-        call(
-            "invariant_bmm", [DTYPES[a.dtype], stack, rows, b.shape[2], depth, *operand(a), *operand(b), out.data_ptr()]
-        )
+    rows = shape[1]
+    out = empty((stack, rows, columns), dtype)
+    if stack and rows and columns:
+        call("invariant_bmm", [DTYPES[dtype], stack, rows, columns, inner, *left, *right, out.data_ptr()])
     return out
 
 
@@ -32,15 +31,17 @@ def invariant_sum(x: Tensor) -> Tensor:
     return out
 
 
-def is_matrix(x: Tensor) -> bool:
-    """Return whether the kernel can read matrices [S, R, C] in place: their rows or their columns are contiguous."""
-    if x.dim() != 3 or x.stride(0) < 0:
-        return False
-    step, stride = x.stride(1), x.stride(2)
-    return (stride == 1 and step >= x.shape[2]) or (step == 1 and stride >= x.shape[1])
+def operand(x: Tensor) -> tuple[Tensor, tuple[int, ...], int, int, int, bool]:
+    """Return matrices [S, R, C] whose rows or columns are contiguous, which the kernel reads in place, and their shape,
+    pointer, step between matrices, stride between rows or columns, and whether it is between columns.
 
-
-def operand(x: Tensor) -> tuple[int, int, int, bool]:
-    """Return the pointer, the step between matrices, the stride between rows or columns, and whether it is columns."""
-    turned = not (x.stride(2) == 1 and x.stride(1) >= x.shape[2])
-    return x.data_ptr(), x.stride(0), x.stride(2 if turned else 1), turned
+    Each attribute of a tensor is read once: that takes longer than a small product.
+    """
+    at, shape = check(x, 3, REALS), x.shape
+    (_, rows, columns), (step, row, column) = shape, x.stride()
+    if step >= 0 and column == 1 and row >= columns:
+        return x, shape, at, step, row, False
+    if step >= 0 and row == 1 and column >= rows:
+        return x, shape, at, step, column, True
+    x = x.contiguous()
+    return x, shape, x.data_ptr(), rows * columns, columns, False

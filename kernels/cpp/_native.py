@@ -9,6 +9,7 @@ array. FUNCREC_CPU=v4|v3|base forces an instruction set.
 import ctypes
 import functools
 import importlib.util
+import math
 import operator
 import os
 import struct
@@ -162,7 +163,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Large new memory gets 2 MiB pages, because first writes to many 4 KiB pages cost more.
     """
     out = torch.empty(shape, dtype=dtype)
-    if out.nbytes >= MIN_ADVISED:
+    if 8 * math.prod(shape) >= MIN_ADVISED and out.nbytes >= MIN_ADVISED:  # the shape is at hand
         _advise_huge_pages(out)
     return out
 

@@ -16,7 +16,7 @@ constexpr int64_t DEPTH = 4 * CHAIN;        // terms that are packed at a time: 
 constexpr int TALL = VECTOR_BYTES == 64 ? 14 : VECTOR_BYTES == 32 ? 6 : 4;  // rows of a tile: all its sums stay in registers
 constexpr int WIDE = 2;                     // vectors of a tile
 constexpr int FEW = std::min(TALL, 6);  // rows for which columns of B are turned in registers
-constexpr int SLIM = 2;                 // rows for which rows of B are read one after the other,
+constexpr int SLIM = VECTOR_BYTES == 64 ? 4 : 2;  // rows for which rows of B are read one after the other,
 constexpr int64_t THIN = 4;             // and terms for which they are
 
 // -- the tile: R rows by V vectors ------------------------------------------------------------------------------------
@@ -24,9 +24,9 @@ constexpr int64_t THIN = 4;             // and terms for which they are
 // Numbers of a term in a packed panel of `rows` rows: with AVX-512 whole squares, which are written and read without a remainder.
 template <class A> constexpr int64_t pitch(int64_t rows) { return VECTOR_BYTES == 64 && sizeof(A) == 4 ? 16 : rows; }
 
-// C [R, V vectors] of one chain, plus `joins` sums that came before it, the last one first: they lie at `kept`, downwards. `a` is packed; `b` has rows
-// `b_row` apart. All sums stay in registers.
-template <class A, int R, int V> void chain(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins) {
+// C [R, V vectors] of one chain, plus `joins` sums that came before it, the last one first: they lie at `kept`, downwards. With `add`, C is joined last.
+// `a` is packed; `b` has rows `b_row` apart. All sums stay in registers.
+template <class A, int R, int V> void chain(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins, bool add) {
   constexpr int W = LANES<A>;
   Vec<A, W> s[R][V];
   for (int r = 0; r < R; r++)
@@ -40,13 +40,16 @@ template <class A, int R, int V> void chain(int64_t depth, const A* a, const A* 
   for (; joins > 0; joins--, kept -= R * V * W)
     for (int r = 0; r < R; r++)
       for (int v = 0; v < V; v++) s[r][v] = load<W>(kept + (r * V + v) * W) + s[r][v];
+  if (add)
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) s[r][v] = load<W>(c + r * c_row + v * W) + s[r][v];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) store<W>(c + r * c_row + v * W, s[r][v]);
 }
 
 // The same of columns of B that are contiguous and `b_row` apart: squares of them are turned in registers, which costs less than to pack what is read
 // once. The last square overlaps the one before it, or the chain before this one.
-template <class A, int R, int V> void turned_chain(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins) {
+template <class A, int R, int V> void turned_chain(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins, bool /* add: never */) {
   constexpr int W = LANES<A>;
   constexpr int64_t LINE = std::max<int64_t>(W, 64 / sizeof(A)), AHEAD = 4 * LINE;
   Vec<A, W> s[R][V];
@@ -83,7 +86,7 @@ template <class A, int R, int V> void turned_chain(int64_t depth, const A* a, co
 // room for 3 of SWEPT numbers.
 constexpr int64_t SWEPT = 4096;
 template <class A, int R> void sweep(int64_t depth, int64_t columns, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, A* kept) {
-  constexpr int W = LANES<A>, TERMS = R == 1 ? 8 : R == 2 ? 4 : 2;
+  constexpr int W = LANES<A>, TERMS = R == 1 ? 8 : R == 2 || VECTOR_BYTES == 64 ? 4 : 2;
   constexpr int64_t PART = SWEPT / R / W * W;
   for (int64_t left = 0; left < columns; left += PART) {
     const int64_t n = std::min(PART, columns - left), blocks = (depth + CHAIN - 1) / CHAIN;
@@ -94,12 +97,15 @@ template <class A, int R> void sweep(int64_t depth, int64_t columns, const A* a,
       const int64_t to_row = rows[block], begin = block * CHAIN, end = std::min(depth, begin + CHAIN);
       const auto pass = [&](auto terms, int64_t k) {
         constexpr int T = decltype(terms)::value;
+        A x[T][R];  // they stay in registers, whatever is written to C
+        for (int t = 0; t < T; t++)
+          for (int r = 0; r < R; r++) x[t][r] = a[(k + t) * pitch<A>(R) + r];
         for (int64_t j = 0; j < n; j += W) {
           Vec<A, W> s[R];
           for (int r = 0; r < R; r++) s[r] = k == begin ? Vec<A, W>{} : load<W>(to + r * to_row + j);
           for (int t = 0; t < T; t++) {
             const Vec<A, W> y = load<W>(b + (k + t) * b_row + left + j);
-            for (int r = 0; r < R; r++) s[r] = fused<A, W>(a[(k + t) * pitch<A>(R) + r], y, s[r]);
+            for (int r = 0; r < R; r++) s[r] = fused<A, W>(x[t][r], y, s[r]);
           }
           for (int r = 0; r < R; r++) store<W>(to + r * to_row + j, s[r]);
         }
@@ -116,33 +122,35 @@ template <class A, int R> void sweep(int64_t depth, int64_t columns, const A* a,
   }
 }
 
-// C of R rows and `columns` columns, at most V vectors, for at most DEPTH terms: four chains, whose sums are joined as a tree.
-template <class A, int R, int V, bool TURNED> void tile(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, int64_t columns) {
+// C of R rows and `columns` columns, at most V vectors, for at most DEPTH terms: four chains, whose sums are joined as a tree. With `add`, their sum is
+// added to C, where the sum of the terms before lies.
+template <class A, int R, int V, bool TURNED>
+void tile(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, int64_t columns, [[maybe_unused]] bool add) {
   constexpr int W = LANES<A>, SIZE = R * V * W;
   const auto run = [](auto... of) {
     if constexpr (TURNED) turned_chain<A, R, V>(of...);
     else chain<A, R, V>(of...);
   };
   const bool whole = columns == V * W;
-  if (depth <= CHAIN && whole) return run(depth, a, b, b_row, c, c_row, nullptr, 0);
   alignas(64) A kept[3][SIZE];  // a binary counter of sums: at most a pair and two single chains wait
   int top = 0;
   for (int64_t k = 0; k < depth; k += CHAIN) {
-    const bool last = k + CHAIN >= depth;
+    const bool last = k + CHAIN >= depth, direct = last && whole;
     const int joins = last ? top : __builtin_ctzll(~(k / CHAIN)), to = top - joins;
-    A* const at = last && whole ? c : kept[to];
-    run(std::min(CHAIN, depth - k), a + k * pitch<A>(R), b + k * (TURNED ? 1 : b_row), b_row, at, last && whole ? c_row : V * W, kept[0] + (top - 1) * SIZE, joins);
+    run(std::min(CHAIN, depth - k), a + k * pitch<A>(R), b + k * (TURNED ? 1 : b_row), b_row, direct ? c : kept[to], direct ? c_row : V * W,
+        kept[0] + (top - 1) * SIZE, joins, direct && add);
     top = to + 1;
   }
-  if (!whole)
-    for (int r = 0; r < R; r++) std::memcpy(c + r * c_row, kept[0] + r * V * W, columns * sizeof(A));
+  if (whole) return;
+  for (int r = 0; r < R; r++)
+    for (int64_t j = 0; j < columns; j++) c[r * c_row + j] = add ? c[r * c_row + j] + kept[0][r * V * W + j] : kept[0][r * V * W + j];
 }
 
 // Few rows have few chains: a wider tile keeps the units busy. A turned square takes half of the registers.
 constexpr int width_of(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : WIDE; }
 constexpr int turned_width(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
-template <class A> using Tile = void (*)(int64_t, const A*, const A*, int64_t, A*, int64_t, int64_t);
+template <class A> using Tile = void (*)(int64_t, const A*, const A*, int64_t, A*, int64_t, int64_t, bool);
 template <class A> using Tiles = std::array<Tile<A>, TALL>;  // by their rows
 template <class A, int V, int... R> constexpr Tiles<A> tiles(std::integer_sequence<int, R...>) { return {tile<A, R + 1, V, false>...}; }
 template <class A, int... R> constexpr Tiles<A> wide_tiles(std::integer_sequence<int, R...>) { return {tile<A, R + 1, width_of(R + 1), false>...}; }

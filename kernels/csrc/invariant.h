@@ -60,15 +60,15 @@ template <class A> void product_of_squares(int64_t rows, int64_t columns, int64_
   constexpr int64_t L = LANES<A>;
   const int64_t wide = turned_width(int(rows)) * L;
   int64_t j = 0;
-  for (; j + wide <= columns; j += wide) SOME[rows - 1](depth, a, b + j * b_row, b_row, c + j, c_row, wide);
+  for (; j + wide <= columns; j += wide) SOME[rows - 1](depth, a, b + j * b_row, b_row, c + j, c_row, wide, false);
   for (; j < columns; j += L) {
     const int64_t at = std::min(j, columns - L);  // the last columns are computed twice, to the same bits
-    ONE[rows - 1](depth, a, b + at * b_row, b_row, c + at, c_row, L);
+    ONE[rows - 1](depth, a, b + at * b_row, b_row, c + at, c_row, L, false);
   }
 }
 
-// C [rows, columns] for at most DEPTH terms.
-template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_t depth, Operand<A> a, Operand<A> b, A* c, int64_t c_row) {
+// C [rows, columns] for at most DEPTH terms; with `add`, they are added to C.
+template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_t depth, Operand<A> a, Operand<A> b, A* c, int64_t c_row, bool add) {
   using Upto = std::make_integer_sequence<int, TALL>;
   static constexpr auto NARROW = tiles<A, 1>(Upto{}), FULL = tiles<A, WIDE>(Upto{}), WIDER = wide_tiles<A>(Upto{});
   constexpr int64_t L = LANES<A>, STRIP = WIDE * L, STEP = STRIP * STRIPS, TILES = TALL * PANELS, SPARE = 2 * L;
@@ -77,11 +77,11 @@ template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_
   A* const packed_b = memory.get(DEPTH * (STEP + pitch<A>(TALL) * PANELS) + SPARE);
   A* const packed_a = packed_b + DEPTH * STEP;
   if constexpr (sizeof(A) == 4)
-    if (b.turned && rows <= FEW && columns >= L && depth >= L) {
+    if (!add && b.turned && rows <= FEW && columns >= L && depth >= L) {
       pack(depth, pitch<A>(rows), rows, a.transposed(), packed_a);
       return product_of_squares(rows, columns, depth, packed_a, b.at, b.stride, c, c_row);
     }
-  if (!b.turned && (rows <= SLIM || depth <= THIN) && columns >= L) {
+  if (!add && !b.turned && (rows <= SLIM || depth <= THIN) && columns >= L) {
     static constexpr auto SWEEPS = sweeps<A>(std::make_integer_sequence<int, 4>{});
     const int64_t whole = columns / L * L;
     for (int64_t r = 0; r < rows; r += 4) {
@@ -94,9 +94,10 @@ template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_
   }
   const bool in_place = rows <= IN_PLACE && !b.turned;
   const int64_t step = rows <= TALL && in_place ? width_of(int(rows)) * L : STRIP;
-  for (int64_t left = 0; left < columns; left += STEP)
+  const int64_t most = DEPTH / depth * STEP;  // columns of B that are packed at a time
+  for (int64_t left = 0; left < columns; left += most)
     for (int64_t top = 0; top < rows; top += TILES) {
-      const int64_t width = std::min(STEP, columns - left), height = std::min(TILES, rows - top);
+      const int64_t width = std::min(most, columns - left), height = std::min(TILES, rows - top);
       const int64_t count = (height + TALL - 1) / TALL;  // tiles of equal height, or one row less
       for (int64_t i = 0; i < count; i++) {
         const int64_t r = height * i / count, end = height * (i + 1) / count;
@@ -114,7 +115,7 @@ template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_
         const auto& set = wide > STRIP ? WIDER : n <= L ? NARROW : FULL;
         for (int64_t i = 0; i < count; i++) {
           const int64_t r = height * i / count, end = height * (i + 1) / count;
-          set[end - r - 1](depth, packed_a + i * room, at, stride, c + (top + r) * c_row + left + j, c_row, n);
+          set[end - r - 1](depth, packed_a + i * room, at, stride, c + (top + r) * c_row + left + j, c_row, n, add);
         }
         j += n;
       }
@@ -129,9 +130,10 @@ constexpr int64_t left_half(int64_t n) {
 }
 
 template <class A> void product_of_tree(int64_t rows, int64_t columns, int64_t depth, Operand<A> a, Operand<A> b, A* c, int64_t c_row) {
-  if (depth <= DEPTH) return product_of_subtree(rows, columns, depth, a, b, c, c_row);
+  if (depth <= DEPTH) return product_of_subtree(rows, columns, depth, a, b, c, c_row, false);
   const int64_t half = CHAIN * left_half((depth + CHAIN - 1) / CHAIN);
   product_of_tree(rows, columns, half, a, b, c, c_row);
+  if (depth - half <= DEPTH && rows > FEW) return product_of_subtree(rows, columns, depth - half, a.from(0, half), b.from(half, 0), c, c_row, true);
   std::vector<A> other(rows * columns);
   product_of_tree(rows, columns, depth - half, a.from(0, half), b.from(half, 0), other.data(), columns);
   for (int64_t r = 0; r < rows; r++)
@@ -148,13 +150,14 @@ template <class A> void product_of(int64_t rows, int64_t columns, int64_t depth,
     for (int64_t j = 0; j < columns; j++) c[r * c_row + j] = turned[j * rows + r];
 }
 
-constexpr int64_t WORTH = 1 << 18;  // multiply-adds that are worth a thread
+constexpr int64_t WORTH = 1 << 18;  // multiply-adds that are worth a thread;
+constexpr int64_t READ = 3;         // as many for each number of B as it takes to read it
 
 // C [stack, rows, columns] = A [stack, rows, depth] B [stack, depth, columns].
 template <class A> void products(int64_t threads, int64_t stack, int64_t rows, int64_t columns, int64_t depth, Operand<A> a, int64_t a_step, Operand<A> b,
                                  int64_t b_step, A* c) {
   if (depth == 0) return std::fill(c, c + stack * rows * columns, A(0));
-  const int64_t work = rows * columns * depth;
+  const int64_t work = (rows + READ) * columns * depth;
   const int64_t most = std::max<int64_t>(1, std::min(threads, stack * work / WORTH));
   const bool by_rows = rows >= columns;
   const int64_t side = by_rows ? rows : columns, unit = by_rows ? TALL : WIDE * LANES<A>;
