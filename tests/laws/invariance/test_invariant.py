@@ -290,6 +290,18 @@ def test_interactions_have_the_same_bits_on_every_instruction_set():
     assert torch.equal(slopes[1:2], fr.invariant(torch.func.grad(lambda x: fr.nn.dot_interaction(x).sum()))(x[1:2]))
 
 
+def test_few_terms_are_added_in_order_in_a_program():
+    """A program adds up to 32 terms by itself, and more by the kernel: both have the eager bits, and 0 for zeros of
+    either sign."""
+    sums = fr.invariant(lambda x, y: [f.sum(1) for k in (1, 2, 31, 32, 33, 40) for f in (x[:, :k], y[:, :k, 0])])
+    x, y = noise(7, 40, 5), noise(7, 40, 3)
+    x[3:], y[5:] = -0.0, -0.0
+    want = sums(x, y)
+    for got, own in zip(fr.jit(sums)(x, y), want, strict=True):
+        assert torch.equal(got.view(torch.int32), own.view(torch.int32))
+    assert torch.equal(want[2], (0.0 + x[:, 0]) + x[:, 1])
+
+
 def test_a_compiled_softmax_of_quotients_is_the_eager_one():
     """log_softmax(x / t) and its derivative have eager bits: Inductor would scale after it subtracts the maximum."""
     q, c = torch.randn(2, 20, 8, generator=torch.Generator().manual_seed(0))
