@@ -3,9 +3,10 @@
     python bench/invariant.py [--threads 1] [--rounds 15] [--cases dlrm-d64-b512-l1 deepfm]
 
 Products are x Wᵀ, dy W and dyᵀ x in f32, in GFLOP/s, by `invariant_bmm`, MKL and oneDNN (the weight stored as in
-`F.linear`; oneDNN's second operand transposed beforehand). Steps are `train_step(invariant=True)` beside the ordinary
-step, both jitted and donated, in turns. The law: the losses of the first two steps agree. --ranks n measures only
-`psum` of n gloo ranks, as a tree and as gloo's all_reduce, in turns: milliseconds, and the bytes that leave a rank.
+`F.linear`, or turned; oneDNN's second operand transposed beforehand). Steps are `train_step(invariant=True)` beside the
+ordinary step, both jitted and donated, in turns. The law: the losses of the first two steps agree. --ranks n measures
+only `psum` of n gloo ranks, as a tree and as gloo's all_reduce, in turns: milliseconds, and the bytes that leave a
+rank.
 """
 
 import argparse
@@ -39,6 +40,7 @@ def speeds(rows: int, inner: int, outer: int, rounds: int) -> dict:
     x, w, dy = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(rows, outer)
     found, flop, repeats = {}, 2 * rows * inner * outer, max(1, 20_000_000 // (rows * inner * outer))
     given = {"x Wᵀ": (x, w.t(), w), "dy W": (dy, w, w.t().contiguous()), "dyᵀ x": (dy.t(), x, x.t().contiguous())}
+    given["x Wᵀ, W turned"] = x, w.t().contiguous(), w
     for name, (a, b, turned) in given.items():
         left = a.contiguous()
         calls = {

@@ -1,6 +1,7 @@
-// funcrec-latency: the measurements of bench/serving.py in a process without Python.
+// funcrec-latency: the measurements of bench/serving.py and bench/invariant_cost.py in a process without Python.
 //
 //   funcrec-latency runs PACKAGE REQUESTS SECONDS [SCRIPT LIBRARY..]     Package::run beside the forward of a TorchScript
+//   funcrec-latency pair PACKAGE OTHER REQUESTS SECONDS THREADS          Package::run of two packages, "first" and "second"
 //   funcrec-latency opens PACKAGE REQUESTS                               Package::open, its first answer, its memory
 //
 // REQUESTS: i64 rounds in a block and i64 requests, then for each i64 bags and dense f32, values i64, offsets i64, lengths i32, each as
@@ -85,8 +86,8 @@ void say(const std::string& name, const std::vector<double>& numbers) {
   std::printf("\n");
 }
 
-Side ours(const std::shared_ptr<Package>& package, const std::vector<Asked>& asked) {
-  return {"funcrec", [=, &asked](size_t i) {
+Side ours(const char* name, const std::shared_ptr<Package>& package, const std::vector<Asked>& asked) {
+  return {name, [=, &asked](size_t i) {
             const Answer a = package->run(asked[i].view());
             const auto x = a.outputs[0].as<float>();
             return std::vector<float>(x.begin(), x.end());
@@ -113,15 +114,8 @@ Side theirs(const char* path, const std::vector<Asked>& asked) {
           [=](size_t i) { run(i); }};
 }
 
-void runs(int count, char** words) {
-  int64_t block = 1;
-  const auto asked = read_requests(words[3], block);
-  for (int i = 6; i < count; i++)
-    if (!dlopen(words[i], RTLD_NOW | RTLD_GLOBAL)) throw Failed(dlerror());
-  at::set_num_threads(1);
-  c10::InferenceMode inference;
-  std::vector<Side> sides{ours(Package::open(words[2]), asked)};
-  if (count > 5) sides.push_back(theirs(words[5], asked));
+// Compares all answers of the sides, then times the sides in turns, and says both.
+void measure(std::vector<Side>& sides, const std::vector<Asked>& asked, int64_t block, double seconds) {
   double apart = 0;
   for (size_t i = 0; i < asked.size(); i++) {
     const auto want = sides[0].answer(i), got = sides.back().answer(i);
@@ -130,11 +124,33 @@ void runs(int count, char** words) {
   }
   for (Side& s : sides)  // the first runs of a script are profiled, then compiled
     for (size_t i = 0; i < 20; i++) s.run(i % asked.size());
-  const double until = now(CLOCK_MONOTONIC) + std::atof(words[4]) * 1e6;
+  const double until = now(CLOCK_MONOTONIC) + seconds * 1e6;
   for (size_t round = 0; now(CLOCK_MONOTONIC) < until || round < 4; round++)
     for (size_t s = 0; s < sides.size(); s++) time_block(sides[(s + round) % sides.size()], block, asked.size());
   std::printf("apart %.9g\n", apart);
   for (const Side& s : sides) say(s.name + ".clock", s.clock), say(s.name + ".cpu", s.cpu);
+}
+
+void runs(int count, char** words) {
+  int64_t block = 1;
+  const auto asked = read_requests(words[3], block);
+  for (int i = 6; i < count; i++)
+    if (!dlopen(words[i], RTLD_NOW | RTLD_GLOBAL)) throw Failed(dlerror());
+  at::set_num_threads(1);
+  c10::InferenceMode inference;
+  std::vector<Side> sides{ours("funcrec", Package::open(words[2]), asked)};
+  if (count > 5) sides.push_back(theirs(words[5], asked));
+  measure(sides, asked, block, std::atof(words[4]));
+}
+
+void pair(char** words) {
+  int64_t block = 1;
+  const auto asked = read_requests(words[4], block);
+  Options options;
+  options.threads = std::atoi(words[6]);
+  c10::InferenceMode inference;
+  std::vector<Side> sides{ours("first", Package::open(words[2], options), asked), ours("second", Package::open(words[3], options), asked)};
+  measure(sides, asked, block, std::atof(words[5]));
 }
 
 void opens(char** words) {
@@ -162,8 +178,9 @@ int main(int count, char** words) {
   const std::string what = count > 1 ? words[1] : "";
   try {
     if (what == "runs" && count > 4) return runs(count, words), 0;
+    if (what == "pair" && count > 6) return pair(words), 0;
     if (what == "opens" && count > 3) return opens(words), 0;
-    std::fprintf(stderr, "funcrec-latency runs PACKAGE REQUESTS SECONDS [SCRIPT LIBRARY..] | opens PACKAGE REQUESTS\n");
+    std::fprintf(stderr, "funcrec-latency runs PACKAGE REQUESTS SECONDS [SCRIPT LIBRARY..] | pair PACKAGE OTHER REQUESTS SECONDS THREADS | opens PACKAGE REQUESTS\n");
   } catch (const std::exception& e) {
     std::fprintf(stderr, "funcrec-latency: %s\n", e.what());
   }
