@@ -16,6 +16,7 @@ HINTS = {  # beginnings of operators' names: words
     "_cdist _pdist cdist": "torch.linalg.vector_norm(x[:, None] - y, dim=-1)",
     "_trilinear": "torch.einsum('bi,oij,bj->bo', x, weights, y)",
     "logcumsumexp _logcumsumexp": "m = x.amax(dim, True); (x - m).exp().cumsum(dim).log() + m",
+    "cond while_loop": "fr.cond, fr.while_loop, fr.fori_loop",
     "hypot": "(x * x + y * y).sqrt()",
     "_foreach _fused": "a loop over the tensors (foreach=False)",
     "_native_multi_head _transformer_encoder": "torch.backends.mha.set_fastpath_enabled(False)",

@@ -6,16 +6,17 @@ Each operator that the function reaches has its place in the table (`place_of`),
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcrec.core import any_tracked, by_tree, fail, is_in_derivative, own_errors, tree_leaves, typed
+from funcrec.core import any_tracked, by_tree, describe, fail, is_in_derivative, own_errors, tree_leaves, typed
 from funcrec.invariance._hints import hint_for
+from funcrec.invariance._orders import LeftToRight
 from funcrec.invariance._table import place_of
 
 A = ParamSpec("A")
@@ -40,13 +41,15 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     Raises:
       TypeError: `fn` reaches an operator whose order of operations is torch's own, such as a convolution, a
         decomposition of a matrix, or a draw of torch's generator, or complex numbers (the message says what to write in
-        its place); something outside differentiates the call; or torch.export records it.
+        its place); `fn` returns what computes after the call, such as a generator, a coroutine or a function; something
+        outside differentiates the call; or torch.export or torch.jit.trace records it.
       NotImplementedError: a product or a sum on a device without an implementation, such as CUDA; a forward or second
         derivative of attention within bags.
 
     Law: for a function of examples, invariant(fn) of a batch has in each row the bits of the example alone. Values are
       those of `fn`, up to rounding. The bits of lookups, row updates, interactions and attention within bags
-      (`jagged_attention`) are so without `invariant`, too.
+      (`jagged_attention`) are so without `invariant`, too. 16-bit floats are computed in f32, and each operation rounds
+      once. `fn` computes in the caller's thread, by torch: threads that it starts, and numpy, are not seen.
 
     On ranks: `psum`, `psum_invariant`, `pmean`, `psum_scatter` and their transposes add floats as a tree of neighbours,
       in the order of the ranks, emulated or real. (16-bit floats are added in f32, and rounded after each axis.) So n
@@ -74,13 +77,18 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     @functools.wraps(fn)
     def run(*args: A.args, **kwargs: A.kwargs) -> R:
         refuse_followed(tree_leaves((args, kwargs)))
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
             need, hint = "fr.export, with `invariant` outermost", "fr.export(fr.invariant(fn), ...)"
-            what = "torch.export records above the call, and would lose it."
-            fail(CALL, what, got="torch.export", need=need, hint=hint, kind=TypeError)
-        with own_errors(CALL, fn, *args, *kwargs.values(), need="arguments of `fn`"), Invariant(), by_tree():
+            got = "torch.jit.trace" if torch.jit.is_tracing() else "torch.export"
+            fail(
+                CALL, f"{got} records above the call, and would lose it.", got=got, need=need, hint=hint, kind=TypeError
+            )
+        told = own_errors(CALL, fn, *args, *kwargs.values(), need="arguments of `fn`")
+        with told, Invariant(), LeftToRight(refuse), by_tree():
             out = fn(*args, **kwargs)
-        refuse_followed(tree_leaves(out))  # The function may close over what autograd follows.
+        leaves = tree_leaves(out)
+        refuse_followed(leaves)  # The function may close over what autograd follows.
+        refuse_later(leaves)
         return out
 
     cast(Any, run).invariant_of = fn
@@ -88,13 +96,23 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
 
 
 def plain_of(fn: Callable) -> Callable | None:
-    """Return f of invariant(f), or None for any other function."""
-    return getattr(fn, "invariant_of", None)
+    """Return f of invariant(f), with chains of products in one order, or None for any other function."""
+    plain = getattr(fn, "invariant_of", None)
+    if plain is None:
+        return None
+
+    @functools.wraps(plain)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with LeftToRight(refuse):
+            return plain(*args, **kwargs)
+
+    return run
 
 
 class Invariant(TorchDispatchMode):
     """A mode in which each operator takes its place in the table, or raises."""
 
+    supports_higher_order_operators = True  # such as torch.cond, which it refuses with words
     keeps_values = True  # `funcrec.kernels.tracked`: it records nothing, so values can be read
 
     def __init__(self) -> None:
@@ -102,8 +120,13 @@ class Invariant(TorchDispatchMode):
         self.composing: list[Any] = []  # the operators whose parts run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(isinstance(x, Tensor) and x.is_complex() for x in tree_leaves((args, kwargs))):
+        with torch._C.DisableTorchFunction():  # the parts of an operator are no calls of the function's own
+            return self.placed(func, types, args, kwargs or {})
+
+    def placed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return the operator's result, from its place in the table."""
+        is_complex = any(isinstance(x, Tensor) and x.is_complex() for x in tree_leaves((args, kwargs)))
+        if is_complex or isinstance(func, HigherOrderOperator):
             refuse(func)  # no operator of the table is one of complex numbers
         how, run = place_of(func)
         if how == "composed" and is_of_integers(args, kwargs):
@@ -125,6 +148,8 @@ class Invariant(TorchDispatchMode):
             out = run(*args, **kwargs)
         if out is NotImplemented or (how == "unknown" and makes_floats(func, args, kwargs, out)):
             refuse(func)
+        if isinstance(out, Tensor) and out.is_complex():
+            refuse(func)  # here, as Python has words of its own for a TypeError of x @ y and x + y
         return out
 
     def written(self, pure: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
@@ -155,6 +180,17 @@ def is_float(x: Any) -> bool:
 def refuse(func: Any) -> NoReturn:
     need, hint = "operators with a fixed order of operations", hint_for(func)
     fail(CALL, "an operator has no fixed order here.", got=f"{func}", need=need, hint=hint, kind=TypeError)
+
+
+def refuse_later(leaves: list[Any]) -> None:
+    """Raise if a result computes after the call, when the mode has ended."""
+    for x in leaves:
+        if isinstance(x, Iterator | Awaitable | AsyncIterator) or (callable(x) and not isinstance(x, Tensor | type)):
+            if isinstance(x, Coroutine):
+                x.close()  # nobody will wait for it
+            what, need = "a result computes after the call.", "numbers and tensors"
+            hint = "fr.invariant around what the result computes, inside"
+            fail(CALL, what, got=describe(x), need=need, hint=hint, kind=TypeError)
 
 
 def refuse_followed(leaves: list[Any]) -> None:

@@ -1,5 +1,6 @@
 """torch's composed operators by operations of a fixed order, and the table of all that are replaced."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from funcrec.invariance._functions import widened
 from funcrec.mesh import REDUCE, reduced_in_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
+SHORT = (torch.float16, torch.bfloat16)
 FUNCTIONS = {
     _functions: ("exp expm1 log log1p log2 log10 sigmoid tanh sqrt rsqrt sinh cosh asinh acosh atanh"),
     _circular: "sin cos tan asin acos atan atan2",
@@ -20,6 +22,31 @@ FUNCTIONS = {
 functions: dict[str, Callable[..., Tensor]] = {
     name: widened(getattr(module, name)) for module, names in FUNCTIONS.items() for name in names.split()
 }
+
+
+def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype of an operation of the tensors: those without dims have no say if others are floats."""
+    wide = [x.dtype for x in tensors if x.dim() and x.is_floating_point()] or [
+        x.dtype for x in tensors if x.is_floating_point()
+    ]
+    return functools.reduce(torch.promote_types, wide)
+
+
+def rounded_once(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return f with 16-bit floats computed in f32, as torch does: its parts are not rounded, nor do they overflow.
+
+    A number of Python's has 24 bits then, in a compiled program, too. A tensor without dims is rounded to 16 bits, as
+    vmap does with that of a member.
+    """
+
+    def run(x: Any, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [a for a in (x, *args) if isinstance(a, Tensor)]
+        if all(a.dtype not in SHORT for a in tensors) or (dtype := dtype_of(tensors)) not in SHORT:
+            return f(x, *args, **kwargs)
+        own, *rest = (a.to(dtype).float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in (x, *args))
+        return f(own, *rest, **kwargs).to(kwargs.get("dtype") or dtype)
+
+    return run
 
 
 def scaled_sum(x: Tensor, y: Any, alpha: Any = 1) -> Tensor:
@@ -142,42 +169,46 @@ REPLACED: dict[Any, Callable] = {
     aten.prod.default: product,
     aten.prod.dim_int: product,
     prims.var.default: variance,
-    aten.add.Tensor: scaled_sum,
-    aten.add.Scalar: scaled_sum,
-    aten.sub.Tensor: scaled_difference,
-    aten.sub.Scalar: scaled_difference,
-    aten.rsub.Tensor: lambda x, y, *, alpha=1: y - (x if alpha == 1 else x * alpha),
-    aten.rsub.Scalar: lambda x, y, alpha=1: y - (x if alpha == 1 else x * alpha),
-    aten.addcmul.default: lambda x, a, b, *, value=1: x + (a * b if value == 1 else a * value * b),
-    aten.addcdiv.default: lambda x, a, b, *, value=1: x + (a if value == 1 else a * value) / b,
-    aten.lerp.Scalar: lerp,
-    aten.lerp.Tensor: lerp,
+    aten.add.Tensor: rounded_once(scaled_sum),
+    aten.add.Scalar: rounded_once(scaled_sum),
+    aten.sub.Tensor: rounded_once(scaled_difference),
+    aten.sub.Scalar: rounded_once(scaled_difference),
+    aten.rsub.Tensor: rounded_once(lambda x, y, *, alpha=1: y - (x if alpha == 1 else x * alpha)),
+    aten.rsub.Scalar: rounded_once(lambda x, y, alpha=1: y - (x if alpha == 1 else x * alpha)),
+    aten.mul.Tensor: rounded_once(lambda x, y: x * y),
+    aten.mul.Scalar: rounded_once(lambda x, y: x * y),
+    aten.div.Tensor: rounded_once(lambda x, y: x / y),
+    aten.div.Scalar: rounded_once(lambda x, y: x / y),
+    aten.addcmul.default: rounded_once(lambda x, a, b, *, value=1: x + (a * b if value == 1 else a * value * b)),
+    aten.addcdiv.default: rounded_once(lambda x, a, b, *, value=1: x + (a if value == 1 else a * value) / b),
+    aten.lerp.Scalar: rounded_once(lerp),
+    aten.lerp.Tensor: rounded_once(lerp),
     aten.square.default: lambda x: x * x,
-    aten.pow.Tensor_Scalar: power,
+    aten.pow.Tensor_Scalar: rounded_once(power),
     aten.pow.Tensor_Tensor: power,
     aten.pow.Scalar: power,
     aten.exp2.default: lambda x: power(2.0, x),
     aten.mm.default: _sums.mm,
     aten.bmm.default: _sums.bmm,
-    aten.addmm.default: _sums.addmm,
-    aten.baddbmm.default: _sums.baddbmm,
+    aten.addmm.default: rounded_once(_sums.addmm),
+    aten.baddbmm.default: rounded_once(_sums.baddbmm),
     aten.mv.default: _sums.mv,
-    aten.addmv.default: _sums.addmv,
+    aten.addmv.default: rounded_once(_sums.addmv),
     aten.dot.default: _sums.dot,
     aten.vdot.default: _sums.dot,
     aten.sum.default: _sums.sum_all,
     aten.sum.dim_IntList: _sums.sum_of,
     aten.mean.default: _sums.mean_all,
     aten.mean.dim: _sums.mean_of,
-    aten.linalg_vector_norm.default: norm,
-    aten.binary_cross_entropy_with_logits.default: bce_with_logits,
+    aten.linalg_vector_norm.default: rounded_once(norm),
+    aten.binary_cross_entropy_with_logits.default: rounded_once(bce_with_logits),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention.attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention.attention_backward,
-    aten.index_put.default: index_put,
-    aten._unsafe_index_put.default: index_put,
-    aten.index_add.default: index_add,
-    aten.scatter_add.default: aten.scatter_add.default,
-    aten.sigmoid_backward.default: lambda d, y: d * (1 - y) * y,
-    aten.tanh_backward.default: lambda d, y: d * (1 - y * y),
-    aten.silu.default: lambda x: x * functions["sigmoid"](x),
+    aten.index_put.default: rounded_once(index_put),
+    aten._unsafe_index_put.default: rounded_once(index_put),
+    aten.index_add.default: rounded_once(index_add),
+    aten.scatter_add.default: rounded_once(aten.scatter_add.default),
+    aten.sigmoid_backward.default: rounded_once(lambda d, y: d * (1 - y) * y),
+    aten.tanh_backward.default: rounded_once(lambda d, y: d * (1 - y * y)),
+    aten.silu.default: rounded_once(lambda x: x * functions["sigmoid"](x)),
 }

@@ -40,7 +40,7 @@ EXACT = words("""
     promote_types reciprocal relu relu_ remainder repeat repeat_interleave resize_ result_type roll round
     scalar_tensor scatter searchsorted select_backward select_scatter set_ sgn sign signbit slice_backward slice_scatter
     sort threshold threshold_backward _to_copy topk tril triu trunc unfold_backward _unique2 unique_dim where zero
-    zero_ zeros zeros_like _efficientzerotensor
+    zero_ zeros zeros_like _efficientzerotensor _new_zeros_with_same_feature_meta
 """)
 EXACT_PRIMS = words("""
     add as_strided bitwise_not broadcast_in_dim collapse collapse_view convert_element_type copy_strided copy_to
@@ -69,7 +69,10 @@ def _place_of(func: OpOverload) -> tuple[str, Callable]:
         return "in place", pure
     if func is aten.native_batch_norm.default:
         return "composed", with_unsigned(composed[func])
-    return ("composed", composed[func]) if func in composed else ("unknown", func)
+    if func in composed:
+        return "composed", composed[func]
+    is_written_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return ("composed", func.decompose) if is_written_of_others else ("unknown", func)  # seen in inference mode alone
 
 
 def is_exact(func: OpOverload, name: str) -> bool:

@@ -152,7 +152,16 @@ FUNCTIONS = {
     "a vector's norms": lambda x: torch.stack([torch.linalg.vector_norm(x[0, 0], p) for p in (0, 1, 2)]),
     "logs": lambda x: x.abs().log2() + (x.abs() + 1).log10(),
     "rows": lambda x: x[torch.tensor([0, 2, 2, -1])],
+    "numbers": lambda x: (x * 0.37 - 0.3) / 0.7 + torch.addcmul(x, x, x, value=0.3) * torch.tensor(1.37),
+    "chains": lambda x: chains(x, *(SQUARE[:, :n].to(x.dtype) for n in (1, 8))),
 }
+
+
+def chains(x, thin, square):
+    """Return products of four matrices, whose cheapest order follows the number of rows, in each way to write them."""
+    factors = (x, thin, thin.T, square)
+    by_lists = torch.einsum(x, [0, 1], thin, [1, 30], thin.T, [30, 2], square, [2, 3], [0, 3])
+    return torch.linalg.multi_dot(factors) + torch.einsum("bi,ij,jk,kl->bl", factors) * by_lists
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -170,6 +179,24 @@ def test_functions_are_torchs_up_to_rounding_with_their_derivatives(name):
     stack = torch.stack([X, X.flip(0)])
     equal(fr.invariant(vmap(f))(stack), torch.stack([fr.invariant(f)(x) for x in stack]))
     equal(vmap(fr.invariant(f))(stack), fr.invariant(vmap(f))(stack))
+
+
+def test_a_chain_of_products_goes_from_left_to_right():
+    """A row of a chain has the bits of the row alone, whichever order is the cheapest for its batch."""
+    x, a, b, c = noise(40, 64), noise(64, 8, seed=1), noise(8, 64, seed=2), noise(64, 5, seed=3)
+    chain, summed = (lambda x: torch.linalg.multi_dot([x, a, b, c])), (lambda x: torch.einsum("bi,ij,jk->bk", x, a, b))
+    for f in map(fr.invariant, (chain, summed)):
+        equal(f(x[3:4]), f(x)[3:4])
+    equal(fr.invariant(chain)(x), fr.invariant(lambda x: x @ a @ b @ c)(x))
+
+
+def test_floats_of_16_bits_are_rounded_once_eager_and_compiled():
+    """Functions of 16-bit floats have one result, eager and compiled, also where numbers of 24 bits multiply them; and
+    the squares of a norm do not overflow."""
+    x, own = X.bfloat16(), ("numbers", "silu", "addmm", "lerp", "sums at places", "power")
+    every = fr.invariant(lambda x: {name: FUNCTIONS[name](x) for name in own})
+    equal(fr.jit(every)(x), every(x))
+    equal(fr.invariant(torch.linalg.vector_norm)(torch.full((4,), 300.0).half()), torch.tensor(600.0).half())
 
 
 @pytest.mark.parametrize("name", ["softmax", "layer_norm", "power", "bce", "differences"])
@@ -203,6 +230,8 @@ REFUSED = {
     "complex numbers": lambda x: torch.complex(x, x).sum(),
     "a product of complex numbers": lambda x: torch.complex(x, x) @ torch.complex(x, x).mT,
     "FBGEMM's sums": lambda x: by_fbgemm(x),
+    "distances, by size": lambda x: torch.cdist(x, x),
+    "a branch of torch's own": lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
     "a sum at a mask": lambda x: x.index_put((x > 0,), x[0, :1], True),
 }
 
@@ -213,7 +242,7 @@ def test_an_operator_without_a_fixed_order_raises(name):
     for call in (fr.invariant(REFUSED[name]), fr.jit(fr.invariant(REFUSED[name]))):
         with pytest.raises(
             TypeError,
-            match=r"funcrec.invariant: an operator has no fixed order here[\s\S]*got   (aten|prims|funcrec_fbgemm)",
+            match=r"an operator has no fixed order here[\s\S]*got   (aten|prims|funcrec_fbgemm|torch.cdist|cond)",
         ):
             call(X)
 
@@ -235,6 +264,23 @@ def test_a_derivative_from_outside_raises():
     module.forward = fr.invariant(lambda x: x.sum(1))
     with pytest.raises(TypeError, match=r"torch\.export records above"):
         torch.export.export(module, (X,), strict=False)
+    with pytest.raises(TypeError, match=r"torch\.jit\.trace records above"):
+        torch.jit.trace(fr.invariant(lambda x: x.sum(1)), (X,))
+
+
+def steps_of(x):
+    yield x.sum(1)
+
+
+async def later(x):
+    return x.sum(1)
+
+
+@pytest.mark.parametrize("fn", [steps_of, later, lambda x: lambda: x.sum(1), lambda x: {"a": map(torch.exp, x)}])
+def test_a_result_that_computes_after_the_call_raises(fn):
+    """A generator, a coroutine, a function or an iterator would compute when the mode has ended."""
+    with pytest.raises(TypeError, match="a result computes after the call"):
+        fr.invariant(fn)(X)
 
 
 def test_an_interrupted_call_leaves_no_mode():
