@@ -18,8 +18,10 @@ from funcrec.invariance._replaced import REPLACED
 from funcrec.invariance._table import EXACT, EXACT_PRIMS, compositions, place_of
 
 aten = torch.ops.aten
-# What replacements are made of, besides exact operators: sums without a factor, moves of rows in order, and extrema.
+# What replacements are made of, besides exact operators: sums without a factor, elementwise products, moves of rows in
+# order, and extrema.
 SUMS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor, aten.rsub.Scalar)
+PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 MOVES = (aten.scatter_add.default, aten.index_put.default, *_extrema.REPLACED)
 _inside: ContextVar[bool] = ContextVar("funcrec_inside_replacement", default=False)
 
@@ -66,5 +68,5 @@ def check_operators(graph: torch.fx.Graph) -> None:
             has_factor = node.kwargs.get("alpha", 1) != 1 or len(node.args) == 3
             is_sum = node.target in SUMS and not has_factor
             is_root = node.target is aten.sqrt.default and node.meta["val"].dtype == torch.float64
-            if not (is_sum or is_root or node.target in MOVES or place_of(node.target)[0] == "exact"):
+            if not (is_sum or is_root or node.target in PRODUCTS + MOVES or place_of(node.target)[0] == "exact"):
                 refuse(node.target)
