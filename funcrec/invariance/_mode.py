@@ -7,6 +7,7 @@ Each operator that the function reaches has its place in the table (`place_of`),
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from types import CellType, FunctionType
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
@@ -41,8 +42,8 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     Raises:
       TypeError: `fn` reaches an operator whose order of operations is torch's own, such as a convolution, a
         decomposition of a matrix, or a draw of torch's generator, or complex numbers (the message says what to write in
-        its place); `fn` returns what computes after the call, such as a generator, a coroutine or a function; something
-        outside differentiates the call; or torch.export or torch.jit.trace records it.
+        its place); `fn` returns what computes after the call, such as a generator, a coroutine or a function that
+        holds tensors; something outside differentiates the call; or torch.export or torch.jit.trace records it.
       NotImplementedError: a product or a sum on a device without an implementation, such as CUDA; a forward or second
         derivative of attention within bags.
 
@@ -184,13 +185,20 @@ def refuse(func: Any) -> NoReturn:
 
 def refuse_later(leaves: list[Any]) -> None:
     """Raise if a result computes after the call, when the mode has ended."""
-    for x in leaves:
-        if isinstance(x, Iterator | Awaitable | AsyncIterator) or (callable(x) and not isinstance(x, Tensor | type)):
-            if isinstance(x, Coroutine):
-                x.close()  # nobody will wait for it
-            what, need = "a result computes after the call.", "numbers and tensors"
-            hint = "fr.invariant around what the result computes, inside"
-            fail(CALL, what, got=describe(x), need=need, hint=hint, kind=TypeError)
+    for x in filter(is_later, leaves):
+        if isinstance(x, Coroutine):
+            x.close()  # nobody will wait for it
+        what, need = "a result computes after the call.", "numbers and tensors"
+        hint = "fr.invariant around what the result computes, inside"
+        fail(CALL, what, got=describe(x), need=need, hint=hint, kind=TypeError)
+
+
+def is_later(x: Any) -> bool:
+    """Return whether x is a generator, a coroutine, an iterator, or a function that holds tensors."""
+    if isinstance(x, FunctionType):
+        held = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]
+        return any(isinstance(y, Tensor) for y in tree_leaves(held))
+    return isinstance(x, Iterator | Awaitable | AsyncIterator)
 
 
 def refuse_followed(leaves: list[Any]) -> None:
