@@ -55,6 +55,7 @@ SUBCLASSES = {
     "Named": "Mapping",  # for type checkers alone
     "Donated": "Tensor",
     "Invariant": "TorchDispatchMode",
+    "LeftToRight": "TorchFunctionMode",
     "TensorScalars": "TorchFunctionMode",
     "_Reads": "TorchFunctionMode",
     "NoHostMemory": "TorchFunctionMode",
