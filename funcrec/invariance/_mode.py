@@ -7,7 +7,6 @@ Each operator that the function reaches has its place in the table (`place_of`),
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from types import CellType, FunctionType
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
@@ -42,15 +41,15 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     Raises:
       TypeError: `fn` reaches an operator whose order of operations is torch's own, such as a convolution, a
         decomposition of a matrix, or a draw of torch's generator, or complex numbers (the message says what to write in
-        its place); `fn` returns what computes after the call, such as a generator, a coroutine or a function that
-        holds tensors; something outside differentiates the call; or torch.export or torch.jit.trace records it.
+        its place); `fn` returns what computes after the call, such as a generator or a coroutine; something outside differentiates the call; or torch.export or torch.jit.trace records it.
       NotImplementedError: a product or a sum on a device without an implementation, such as CUDA; a forward or second
         derivative of attention within bags.
 
     Law: for a function of examples, invariant(fn) of a batch has in each row the bits of the example alone. Values are
       those of `fn`, up to rounding. The bits of lookups, row updates, interactions and attention within bags
       (`jagged_attention`) are so without `invariant`, too. 16-bit floats are computed in f32, and each operation rounds
-      once. `fn` computes in the caller's thread, by torch: threads that it starts, and numpy, are not seen.
+      once. `fn` computes in the caller's thread, by torch: threads that it starts, numpy, and functions that it returns
+      are not seen.
 
     On ranks: `psum`, `psum_invariant`, `pmean`, `psum_scatter` and their transposes add floats as a tree of neighbours,
       in the order of the ranks, emulated or real. (16-bit floats are added in f32, and rounded after each axis.) So n
@@ -184,21 +183,14 @@ def refuse(func: Any) -> NoReturn:
 
 
 def refuse_later(leaves: list[Any]) -> None:
-    """Raise if a result computes after the call, when the mode has ended."""
-    for x in filter(is_later, leaves):
-        if isinstance(x, Coroutine):
-            x.close()  # nobody will wait for it
-        what, need = "a result computes after the call.", "numbers and tensors"
-        hint = "fr.invariant around what the result computes, inside"
-        fail(CALL, what, got=describe(x), need=need, hint=hint, kind=TypeError)
-
-
-def is_later(x: Any) -> bool:
-    """Return whether x is a generator, a coroutine, an iterator, or a function that holds tensors."""
-    if isinstance(x, FunctionType):
-        held = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]
-        return any(isinstance(y, Tensor) for y in tree_leaves(held))
-    return isinstance(x, Iterator | Awaitable | AsyncIterator)
+    """Raise if a result is a generator, a coroutine or an iterator: it computes when the mode has ended."""
+    for x in leaves:
+        if isinstance(x, Iterator | Awaitable | AsyncIterator):
+            if isinstance(x, Coroutine):
+                x.close()  # nobody will wait for it
+            what, need = "a result computes after the call.", "numbers and tensors"
+            hint = "fr.invariant around what the result computes, inside"
+            fail(CALL, what, got=describe(x), need=need, hint=hint, kind=TypeError)
 
 
 def refuse_followed(leaves: list[Any]) -> None:
