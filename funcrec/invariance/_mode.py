@@ -41,7 +41,8 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     Raises:
       TypeError: `fn` reaches an operator whose order of operations is torch's own, such as a convolution, a
         decomposition of a matrix, or a draw of torch's generator, or complex numbers (the message says what to write in
-        its place); `fn` returns what computes after the call, such as a generator or a coroutine; something outside differentiates the call; or torch.export or torch.jit.trace records it.
+        its place); `fn` returns what computes after the call, such as a generator or a coroutine; something
+        outside differentiates the call; or torch.export or torch.jit.trace records it.
       NotImplementedError: a product or a sum on a device without an implementation, such as CUDA; a forward or second
         derivative of attention within bags.
 
