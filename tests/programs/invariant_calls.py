@@ -25,6 +25,7 @@ RAISES = {  # {name: words of its error}
     ".pipeline_run": "need  a plain loop over batches",
     ".stale_run": "need  a plain loop over batches",
     ".dry_run": "a program of `lower` has something to follow it",
+    "data.load": "a result computes after the call",
     "Package.call": "the order of a package's sums is fixed already",
 }
 NOT_HERE = {  # {name: why}
