@@ -106,6 +106,8 @@ def test_a_lookup_of_stacks_is_one_call(what, it, k, dim, out):
     if all(d is None for d in dims):
         return
     run = looked_up(it)
+    if what == ("weights",) and not any(f.weighted for f in it.features):
+        out = 0  # The result is not mapped, and torch places such results right at the first dimension only.
     with Counted() as counted:
         got = vmap(run, in_dims=dims, out_dims=out)(*args)
     assert counted.calls["pooled_lookup"] == 1
