@@ -116,12 +116,10 @@ class RankPool:
         return results, errors
 
     def kill(self) -> None:
-        """End the processes: at once, or after a second if they handle SIGTERM."""
+        """End the processes at once."""
         for p in self.processes:
-            p.terminate()
-        for p in self.processes:
-            p.join(1)
             p.kill()
+        for p in self.processes:
             p.join(5)
         self.processes, self.connections = [], []
 

@@ -4,7 +4,10 @@ A start of ranks takes 0.06 s. Every mesh of a rank leaves gloo threads that pol
 `ranks` are therefore one group, in which one test runs at a time.
 """
 
+import sys
+
 import pytest
+from programs.coverage import save_coverage
 
 from funcrec.testing import RankPool, _ranks
 
@@ -18,6 +21,8 @@ def ranks():
     pools = {}
     yield lambda n: pools[n] if n in pools else pools.setdefault(n, RankPool(n))
     for pool in pools.values():
+        if "coverage" in sys.modules and pool.processes:  # `make coverage`: what a killed process has counted is lost
+            pool.run(save_coverage)
         pool.kill()
 
 
