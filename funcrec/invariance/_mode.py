@@ -78,9 +78,10 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     @functools.wraps(fn)
     def run(*args: A.args, **kwargs: A.kwargs) -> R:
         refuse_followed(tree_leaves((args, kwargs)))
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        is_tracing = cast(Any, torch.jit).is_tracing()
+        if torch.compiler.is_exporting() or is_tracing:
             need, hint = "fr.export, with `invariant` outermost", "fr.export(fr.invariant(fn), ...)"
-            got = "torch.jit.trace" if torch.jit.is_tracing() else "torch.export"
+            got = "torch.jit.trace" if is_tracing else "torch.export"
             fail(
                 CALL, f"{got} records above the call, and would lose it.", got=got, need=need, hint=hint, kind=TypeError
             )

@@ -8,7 +8,7 @@ order than in a batch. Here products go from left to right. `opt_einsum`, where 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class LeftToRight(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.cdist:
             self.refuse("torch.cdist")
-        call = CHAINS.get(func, func)
+        call: Any = CHAINS.get(func, func)
         return call(*args, **kwargs) if kwargs else call(*args)
 
 
@@ -40,7 +40,7 @@ def einsum(*args: Any) -> Tensor:
         args = by_letters(args)
     equation, *operands = args
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
-    return torch._VF.einsum(equation, operands)  # without a path: from left to right
+    return cast(Any, torch._VF).einsum(equation, operands)  # without a path: from left to right
 
 
 def by_letters(args: Sequence[Any]) -> tuple[Any, ...]:

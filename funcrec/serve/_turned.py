@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from funcrec.core import Problem
+from funcrec.core import Problem, sure
 from funcrec.kernels import library
 from funcrec.serve._json_forms import wrong
 
@@ -26,7 +26,7 @@ def turn_weights(exported: torch.export.ExportedProgram, names: Sequence[str]) -
     names: those of the first inputs, in their order. The program is changed in place.
     """
     inputs, found = exported.graph.find_nodes(op="placeholder"), []
-    args, kwargs = exported.example_inputs
+    args, kwargs = sure(exported.example_inputs)
     args = list(args)
     for i, (node, name) in enumerate(zip(inputs, names, strict=False)):
         turns = [*node.users]
