@@ -28,7 +28,7 @@ check: $(VENV)/.tested
 	$(RUN) -m pytest -q -rf -n 3 --dist loadgroup --alone tests/house tests/bad_inputs tests/laws --deselect tests/laws/test_right_or_raises.py
 
 # Lines and branches of funcrec and kernels that the tests run, also in processes that they start; some twice as long as `test`.
-# Its hooks in forked processes keep the file open that one test sees closed.
+# coverage's hooks in forked processes keep the file open that one test sees closed. Tests that fail are named, and the figure is printed all the same.
 FORKS = tests/laws/serve/test_publishers.py::test_a_forked_process_does_not_hold_the_folder
 coverage: $(VENV)/.tested serving
 	rm -rf build/coverage && mkdir -p build/coverage
