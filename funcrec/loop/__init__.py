@@ -10,8 +10,8 @@ from funcrec.loop._diverged import DivergedError as DivergedError
 from funcrec.loop._epochs import best_epoch as best_epoch
 from funcrec.loop._evaluate import evaluate as evaluate
 from funcrec.loop._evaluate_retrieval import evaluate_retrieval as evaluate_retrieval
-from funcrec.loop._fit import Fitted as Fitted
 from funcrec.loop._fit import fit as fit
+from funcrec.loop._fitted import Fitted as Fitted
 from funcrec.loop._predict import predict as predict
 from funcrec.loop._ranks import agreed as agreed
 from funcrec.loop._ranks import all_parts as all_parts

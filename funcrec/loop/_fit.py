@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -35,8 +35,9 @@ from funcrec.loop._checks import (
     work_problems,
 )
 from funcrec.loop._diverged import Divergence
-from funcrec.loop._epochs import Limits, best_epoch, history_figure, history_html, is_finished, monitor_problems
+from funcrec.loop._epochs import Limits, best_epoch, is_finished, monitor_problems
 from funcrec.loop._evaluate import ANY, evaluation
+from funcrec.loop._fitted import Fitted, S
 from funcrec.loop._progress import Progress
 from funcrec.loop._ranks import is_chief, questions
 from funcrec.loop._run_state import (
@@ -63,44 +64,6 @@ from funcrec.tables import validate as validate_batch
 from funcrec.train import trial_of
 from funcrec.tree import copy
 
-
-class Fitted(NamedTuple):
-    """The result of `fit`.
-
-    state: the state after the last step.
-    best: the parameters of the best epoch by `monitor`, whole and in memory of their own. They are the parameters of
-      `state` if there is no monitor, or if its number was always NaN.
-    history: one dict per epoch: "epoch", "loss", "steps", "seconds", "steps_per_s" (without the first step, which may
-      compile), and the numbers of `evaluate`. "loss" is the mean over the epoch's steps, and over members if a step
-      gives a loss for each member. If steps give no loss, it is absent.
-    stopped: the number from `stop` that ended the run, else 0.
-
-    Example:
-      >>> import torch, funcrec as fr
-      >>> add = lambda total, batch: (total + batch, {"loss": 1 / (1 + total)})
-      >>> done = fr.fit(add, torch.tensor(0.0), [1.0, 2.0], epochs=2, monitor="loss", mode="min")
-      >>> done.state, done.best, round(done.history[1]["loss"], 3)
-      (tensor(6.), tensor(6.), 0.225)
-    """
-
-    state: Any
-    best: Any
-    history: list[dict[str, float]]
-    stopped: int = 0
-
-    def _repr_html_(self) -> str:
-        """Return the history as HTML for a notebook."""
-        return history_html(self.history)
-
-    def plot(self) -> Any:
-        """Return a matplotlib Figure, which is not shown: the loss by epoch, and next to it the numbers of `evaluate`.
-
-        Raises:
-          ImportError: if matplotlib is not installed.
-        """
-        return history_figure(self.history)
-
-
 NEEDS = {
     "validation": "model", "metrics": "validation",
     "patience": "monitor", "save_every_steps": "checkpoint", "save_every_minutes": "checkpoint", "keep": "checkpoint",
@@ -110,8 +73,8 @@ NEEDS = {
 
 @typed(needs=NEEDS)
 def fit(
-    step: Callable[[Any, Any], tuple[Any, Any]],
-    state: Any,
+    step: Callable[[S, Any], tuple[S, Any]],
+    state: S,
     loader: Callable[[Position], Iterable[Any]] | Iterable[Any],
     *,
     epochs: Count,
@@ -139,7 +102,7 @@ def fit(
     mesh: Mesh | None = None,
     place: Callable[[Any], Any] | None = None,
     sync: Callable[[Any], Any] | None = None,
-) -> Fitted:
+) -> Fitted[S]:
     """Return the state, the best parameters and the history of a run of some epochs.
 
     The loop evaluates, writes checkpoints, and may stop early.
