@@ -6,13 +6,11 @@
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
-import torch.utils._pytree as torch_tree
-from torch import Tensor
 
 from funcrec.checkpoint._asynchronous import Saving, finish, go_on, num_live, ranks_beside, settle
 from funcrec.checkpoint._folder import (
@@ -25,18 +23,20 @@ from funcrec.checkpoint._folder import (
 )
 from funcrec.checkpoint._format import read_index
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
+from funcrec.checkpoint._like import difference_problems, given_problems, of_step_problems, step_kind_problems
 from funcrec.checkpoint._place import Reader, Target, device_of, place_of, placed, target_problems
 from funcrec.checkpoint._rank_parts import is_of_ranks, ranks_of
 from funcrec.checkpoint._same_layout import emulated_mesh_of, layout_problems, sharded_in, target_like
-from funcrec.checkpoint._tree_json import CodeError, decode, show, transform_problems
-from funcrec.core import CLASSES, Count, Problem, Size, check, class_name, describe, fail, sure, typed
+from funcrec.checkpoint._tree_json import CodeError, decode, transform_problems
+from funcrec.core import Count, Problem, Size, check, fail, sure, typed
 from funcrec.files import Url, as_path, open_file, steady
 from funcrec.mesh import Codec, Mesh, Ranks, apart_problems, called_by_all_ranks, together
 from funcrec.optim import RowOptimizer
-from funcrec.sharding import Plan, optimizer_problems
-from funcrec.train import TrainState, TrainStep, readers, update_of
+from funcrec.sharding import Plan
+from funcrec.train import TrainState, update_of
 
 SAVE, LOAD = "funcrec.save", "funcrec.load"
+T = TypeVar("T")
 
 
 @overload
@@ -152,6 +152,26 @@ def save(
     return go_on(job.path, lambda wrote: job.run(wrote, ranks), live)
 
 
+class Loading(TypedDict, total=False):
+    """What `load` takes beside a path and an example."""
+
+    device: torch.device | str | None
+    plan: Plan | None
+    mesh: Mesh | None
+    sparse: RowOptimizer | None
+    exact: bool
+    codec: Codec | None
+    dedup: bool
+    dense_axes: Sequence[str]
+    mmap: bool
+
+
+@overload
+def load(path: str | os.PathLike[str], *, like: None = None, **how: Unpack[Loading]) -> Any: ...
+@overload
+def load(path: str | os.PathLike[str], *, like: Callable[[T, Any], tuple[T, Any]], **how: Unpack[Loading]) -> T: ...
+@overload
+def load(path: str | os.PathLike[str], *, like: T, **how: Unpack[Loading]) -> T: ...
 @called_by_all_ranks(is_of_ranks)
 @typed
 def load(
@@ -330,63 +350,3 @@ def map_problems(path: Path | Url, mmap: bool) -> Iterator[Problem]:
 def damaged(path: Path, error: Exception):
     hint = "an older checkpoint; `save` itself never leaves half a file"
     fail(LOAD, f"`{path.name}` is not a whole checkpoint.", got=str(error), need="a file that save wrote", hint=hint)
-
-
-def step_kind_problems(like: Any) -> Iterator[Problem]:
-    """Report a step that has no layout, such as a logged one."""
-    if isinstance(getattr(like, "fn", like), TrainStep):
-        need, hint = "a step of train_step, or a state", "like=step.init(params)"
-        yield Problem("`like` is a step of another kind.", repr(like), need, hint, TypeError)
-
-
-def given_problems(given: dict[str, Any]) -> Iterator[Problem]:
-    """Report arguments besides a step, which has its own."""
-    names = [n for n, x in given.items() if x not in (None, False, ())]
-    if names:
-        what, need = "`like` is a step, which says how states are laid out.", "the path and the step alone"
-        yield Problem(what, f"also {', '.join(names)}", need, "like=None, or a step with these arguments", TypeError)
-
-
-def of_step_problems(sparse: RowOptimizer, tree: Any, mesh: Mesh | None) -> Iterator[Problem]:
-    """Report a tree without a state, and slots of another optimizer than that of the step."""
-    leaves = torch_tree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, TrainState))
-    states = [x for x in leaves if isinstance(x, TrainState)]
-    if not states:
-        yield Problem("the checkpoint has no state of a step.", describe(tree), "a TrainState", "like=None")
-    for state in states:
-        samples = {n: {k: rows(0, 0) for k, rows in own.items()} for n, own in readers(state, cast(Mesh, mesh)).items()}
-        yield from optimizer_problems(sparse, samples)
-
-
-def difference_problems(tree: Any, like: Any) -> Iterator[Problem]:
-    """Report every node that differs between two trees in place, kind, shape or dtype."""
-    found, wanted = dict(_nodes(tree, "")), dict(_nodes(like, ""))
-    leaves = lambda nodes: [p for p, (_, is_leaf) in nodes.items() if is_leaf]
-    hint = "like=None, which loads the file as it is"
-    for path in [p for p in leaves(wanted) if p not in found]:
-        yield Problem(f"`{path}` is missing.", "nothing", wanted[path][0], hint)
-    for path in [p for p in leaves(found) if p not in wanted]:
-        yield Problem(f"`{path}` is not expected.", found[path][0], "nothing", hint)
-    for path, (need, is_leaf) in wanted.items():
-        if path in found and found[path][0] != need:
-            differs = "has another shape or dtype" if is_leaf and found[path][1] else "is another kind of value"
-            yield Problem(f"`{path or 'tree'}` {differs}.", found[path][0], need, hint)
-
-
-def _nodes(node: Any, path: str) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """Yield (path, (kind, whether it is a leaf)) for every node."""
-    children: list[tuple[str, Any]] = []
-    kind = type(node).__name__
-    if isinstance(node, Tensor):
-        kind = describe(node)
-    elif isinstance(node, dict):
-        children = [(f"{path}[{show(k)}]", v) for k, v in node.items()]
-    elif isinstance(node, (list, tuple)):
-        children = [(f"{path}[{i}]", v) for i, v in enumerate(node)]
-    elif class_name(type(node)) in CLASSES:
-        values, (fields, static) = CLASSES[class_name(type(node))][0](node)
-        kind = f"{kind} {show(static)}" if static else kind
-        children = [(f"{path}.{n}".lstrip("."), v) for n, v in zip(fields, values, strict=True)]
-    yield path, (kind, not children)
-    for where, child in children:
-        yield from _nodes(child, where)

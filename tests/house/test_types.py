@@ -75,6 +75,10 @@ SHOWN = {
     'fr.shard_tables(params.tables, fr.Plan({"item": fr.row_wise("data")}), mesh)': "ShardedTables",
     'fr.save("state.pt", state)': "Path",
     'fr.save("state.pt", state, asynchronous=True)': "Saving",
+    'fr.load("state.pt")': "Any",
+    'fr.load("state.pt", like=state)': "TrainState",
+    'fr.load("state.pt", like=step, device="cpu")': "TrainState",
+    'fr.load("state.pt", like=fast)': "TrainState",
     'fr.export(model.apply, params, batch, "model")': "Path",
     'fr.load_package("model")': "Package",
 }

@@ -11,7 +11,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from funcrec.core import Problem, check, message, outside_transforms, sure
 from funcrec.mesh._mesh import Mesh
 
 T = TypeVar("T")
+P = ParamSpec("P")
 LONGEST = 200  # characters of a transport's error
 KINDS: dict[str, type[Any]] = {
     k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, IndexError, MemoryError, RuntimeError)
@@ -182,7 +183,7 @@ def is_broken(error: BaseException) -> bool:
     return is_own(error) or is_own(error.__cause__)
 
 
-def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator for a function that all ranks call.
 
     With the decorator, an error before the first `together` of the function reaches the other ranks. Without the
@@ -192,9 +193,9 @@ def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[
       is_of_ranks: (arguments of a call) -> whether all running ranks make that call.
     """
 
-    def decorate(fn: Callable[..., T]) -> Callable[..., T]:
+    def decorate(fn: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(fn)
-        def run(*args, **kwargs):
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
             before = NUM_SAID[threading.get_ident()]
             try:
                 return fn(*args, **kwargs)
