@@ -23,7 +23,6 @@ from funcrec.core import (
     float_leaf_problems,
     has_tracked,
     is_followed,
-    is_transformed,
     is_transforming,
     paths,
     reduced,
@@ -39,7 +38,7 @@ from funcrec.core import (
 from funcrec.optim._as_compiled import tensor_scalars
 from funcrec.optim._checks import hyper_problems as row_hyper_problems
 from funcrec.optim._checks import rate_at, step_problems
-from funcrec.optim._dense_rules import RULES, TENSORS, begun, mended, scaled, tensors_in, updated, with_numbers
+from funcrec.optim._dense_rules import RULES, TENSORS, begun, mended, tensors_in, updated, with_numbers
 from funcrec.optim._row import step_tensor
 
 DIFFERENTIABLE = tuple(RULES)
@@ -89,10 +88,11 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
 
     Law: k updates equal k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and
       eager updates give the same bits. Compiled updates may round once more where eager torch fuses a product and a
-      sum. With a tensor besides lr, the class's formula is computed in f32 (f64 for f64) and rounded once. SGD, Adam,
-      AdamW, Adagrad and RMSprop have derivatives by parameters, gradients, state and all numbers that may be tensors,
-      of any order and mode. Other classes raise a TypeError if one of these is tracked (requires grad, or wrapped by
-      torch.func).
+      sum. With numbers that are tensors, or an `lr` that is a function, SGD, Adam, AdamW, Adagrad and RMSprop compute
+      the class's formula in f32 (f64 for f64) and round once: a member of vmap has the rate, and under `invariant` the
+      bits, of its own run. These five classes have derivatives by parameters, gradients, state and all numbers that may
+      be tensors, of any order and mode. Other classes raise a TypeError if one of these is tracked (requires grad, or
+      wrapped by torch.func).
 
     Example:
       >>> import torch, funcrec as fr
@@ -111,8 +111,8 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     counters = [k for k, s in _first_state(cls, fixed, [torch.zeros(1, 1)], (), None)[0].items() if s.dim() == 0]
     call = f"funcrec.optim.dense({cls.__name__})"
     keeps_rate = _varies(lr) and _keeps_rate(cls, fixed, counters)
-    has_tensors = cls in DIFFERENTIABLE and bool(tensors_in(hyper))
-    own = {**_make(cls, fixed, [torch.zeros(1, 1)]).param_groups[0], **hyper} if has_tensors else {}
+    has_rule = cls in DIFFERENTIABLE and (_varies(lr) or bool(tensors_in(hyper)))
+    own = {**_make(cls, fixed, [torch.zeros(1, 1)]).param_groups[0], **hyper} if has_rule else {}
 
     @functools.cache
     def first_state(shape: torch.Size, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -137,20 +137,17 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         taken, own_grads, held = step_tensor(step, leaves[0].device), tree_leaves(grads), structure.flatten_up_to(state)
         rate = rate_at(call, lr, taken)
         rate = rate.to(taken.device) if isinstance(rate, Tensor) else rate
-        if has_tensors:
+        if has_rule:
             new = updated(cls, {**own, "lr": own["lr"] if lr is None else rate}, leaves, own_grads, held, taken)
             return tree_unflatten(new[0], structure), tree_unflatten(new[1], structure)
         tracked = has_tracked(leaves, own_grads, state, rate, fixed)
         check(f"{call}.update", derivative_problems(cls) if tracked else ())
-        is_apart = cls in DIFFERENTIABLE and isinstance(rate, Tensor) and is_transformed(rate)
         if is_transforming():
-            leaves, held = _alike(leaves, own_grads, held, counters, 0.0 if is_apart else rate)
+            leaves, held = _alike(leaves, own_grads, held, counters, rate)
         clones = _with_grads(leaves, own_grads, tracked)  # torch 2.14's Dynamo sets no gradient inside a mode
         with tensor_scalars(tracked):
-            states = _stepped(cls, fixed, clones, held, taken, tracked, _varies(lr) and (1.0 if is_apart else rate))
-            if is_apart:
-                clones = [scaled(new, old, torch.as_tensor(rate)) for new, old in zip(clones, leaves, strict=True)]
-            elif _varies(lr):
+            states = _stepped(cls, fixed, clones, held, taken, tracked, _varies(lr) and rate)
+            if _varies(lr):
                 clones = [mended(*xs, rate) for xs in zip(clones, leaves, own_grads, strict=True)]
         return tree_unflatten(clones, structure), tree_unflatten(states, structure)
 

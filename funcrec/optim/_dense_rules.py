@@ -1,4 +1,4 @@
-"""The rules of five classes of torch.optim as formulas of tensors, for hyper-parameters that are tensors.
+"""The rules of five classes of torch.optim as formulas of tensors, for rates that vary and numbers that are tensors.
 
     (p', state') = rule(p, g, state, hyper, lr)
 
@@ -138,12 +138,6 @@ def _rmsprop(p, g, state, step, h):
     if h.has("momentum"):
         g = new["momentum_buffer"] = h.of("momentum") * state["momentum_buffer"] + g
     return p - h.of("lr") * g, new
-
-
-def scaled(new: Tensor, old: Tensor, rate: Tensor) -> Tensor:
-    """Return the step at this rate, from the step at rate 1. The classes in RULES are affine in the rate,
-    and their states do not depend on the rate."""
-    return old + rate.to(old.dtype) * (new - old)
 
 
 def mended(new: Tensor, old: Tensor, grad: Tensor, rate: Any) -> Tensor:

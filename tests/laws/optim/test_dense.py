@@ -134,6 +134,20 @@ def test_vmap(name):
     assert_trees_close(got, stack(*[opt.update(*m, 1) for m in members]), rtol=1e-6, atol=1e-7)
 
 
+@every_class
+def test_a_member_follows_the_schedule_by_the_bits_of_its_own_run(name):
+    """Under `invariant`, members with their own numbers of steps have the bits of their own updates."""
+    cls, hyper = CLASSES[name]
+    opt = dense(cls, lr=RATE, **hyper)
+    update, stack = fr.invariant(opt.update), lambda *xs: fr.tree.map(lambda *y: torch.stack(y), *xs)
+    members = []
+    for seed, step in ((6, 1), (7, 3)):
+        params, grads = generated(seed, torch.float32)
+        params, state = run(opt, params, grads[:step])
+        members.append((grads[step], state, params, torch.tensor(step)))
+    assert_trees_close(torch.func.vmap(update)(*stack(*members)), stack(*[update(*m) for m in members]), rtol=0, atol=0)
+
+
 def test_any_tree():
     """A single tensor, a list and an empty tree are valid trees."""
     opt = dense(torch.optim.Adam, lr=0.1)
