@@ -113,7 +113,6 @@ from funcrec.core._tracked import is_in_jvp as is_in_jvp
 from funcrec.core._tracked import is_recorded as is_recorded
 from funcrec.core._tracked import is_reversed as is_reversed
 from funcrec.core._tracked import is_tracked as is_tracked
-from funcrec.core._tracked import is_transformed as is_transformed
 from funcrec.core._tracked import is_transforming as is_transforming
 from funcrec.core._tracked import plain as plain
 from funcrec.core._tracked import reading as reading

@@ -24,7 +24,6 @@ from funcrec.kernels.tracked import is_in_derivative as is_in_derivative
 from funcrec.kernels.tracked import is_in_jvp as is_in_jvp
 from funcrec.kernels.tracked import is_recorded as is_recorded
 from funcrec.kernels.tracked import is_tracked as is_tracked
-from funcrec.kernels.tracked import is_transformed as is_transformed
 from funcrec.kernels.tracked import is_transforming as is_transforming
 from funcrec.kernels.tracked import plain as plain
 from funcrec.kernels.tracked import stand_in as stand_in
