@@ -2,9 +2,10 @@
 
     out = tree_j chain_{k in block j}
 
-A block is 256 terms, which are summed in order. A tree joins neighbouring blocks, then neighbouring sums. So no bit
-depends on other rows or columns, on threads, on the instruction set or on the implementation. Terms that are 0, after
-the last, change no bit.
+N terms are a power of two of blocks, the least for which no block has more than 256 terms; their lengths differ by one
+at most. The terms of a block are summed in order. A tree joins neighbouring blocks, then neighbouring sums. So no bit
+depends on other rows or columns, on threads, on the instruction set or on the implementation. Two halves of more than
+128 terms each add up to the whole. Up to 256 terms, zeros after the last term change no bit.
 """
 
 from funcrec.kernels.choice import operation
@@ -15,8 +16,8 @@ from torch import Tensor
 def invariant_bmm(a: Tensor, b: Tensor, *, implementation: str | None = None) -> Tensor:
     """Return a b, f32|f64[S, M, N], whose bits depend on each row of `a` and column of `b` alone.
 
-    Terms are summed in blocks of 256 in order, acc = fma(a, b, acc) from acc = 0; a tree joins neighbouring blocks,
-    then neighbouring sums. So they depend on no other row, no thread, no instruction set and no implementation.
+    Terms are summed in blocks of at most 256 in order, acc = fma(a, b, acc) from acc = 0; a tree joins neighbouring
+    blocks, then neighbouring sums. So they depend on no other row, no thread, no instruction set and no implementation.
     """
     _refuse_tracked("invariant_bmm", a, b)
     return operation("invariant_bmm", implementation, a, b)(a, b)

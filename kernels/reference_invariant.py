@@ -1,49 +1,52 @@
 """Products and sums whose bits do not depend on the batch, in plain torch.
 
-    out = tree_j chain_{k in block j},    a block is CHAIN terms in order, and the tree joins neighbours
+    out = tree_j chain_{k in block j},    N terms are J blocks, the least power of two of at most CHAIN terms each
+
+Block j has the terms from ⌊j N / J⌋ on, in order; the tree joins neighbours. So 2 n terms are the sum of two halves, if
+n > CHAIN / 2.
 
 Shapes: S stacked matrices, M rows, K terms, N columns; P outer, Q inner.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
-from funcrec.kernels.invariant import CHAIN
+from funcrec.kernels.invariant import num_blocks
 from torch import Tensor
 
 
 def invariant_bmm(a: Tensor, b: Tensor) -> Tensor:
     """Return a b, f[S, M, N], in chains acc = fma(a, b, acc) from acc = 0."""
-    size = a.shape[2]
-    a, b = in_blocks(a, 2), in_blocks(b, 1)  # [S, M, J, CHAIN], [S, J, CHAIN, N]; a term 0 · 0 changes no sum
+    a, b = in_blocks(a, 2), in_blocks(b, 1)  # [S, M, J, longest], [S, J, longest, N]; a term 0 · 0 changes no sum
     acc = a.new_zeros((*a.shape[:3], b.shape[3]))  # [S, M, J, N]
-    for k in range(min(CHAIN, size)):
+    for k in range(a.shape[3]):
         acc = fused(a[..., k, None], b[:, None, :, k], acc)
     return joined(acc, 2)
 
 
 def invariant_sum(x: Tensor) -> Tensor:
     """Return the sums over the middle dimension of f[P, N, Q], f[P, Q], in chains acc + x from acc = 0."""
-    size = x.shape[1]
-    x = in_blocks(x, 1)  # [P, J, CHAIN, Q]
+    x = in_blocks(x, 1)  # [P, J, longest, Q]
     acc = x.new_zeros((x.shape[0], x.shape[1], x.shape[3]))
-    for k in range(min(CHAIN, size)):
+    for k in range(x.shape[2]):
         acc = acc + x[:, :, k]
     return joined(acc, 1)
 
 
 def in_blocks(x: Tensor, dim: int) -> Tensor:
-    """Return x with `dim` cut to blocks of CHAIN terms, zeros after the last term; at least one block."""
-    size = x.shape[dim]
-    short = max(-(-size // CHAIN), 1) * CHAIN - size
-    return F.pad(x, (*[0] * (2 * (x.dim() - 1 - dim)), 0, short)).unflatten(dim, (-1, CHAIN))
+    """Return x with `dim` cut to its J blocks, [J, terms of the longest]; a shorter block has a zero at its end."""
+    size, count = x.shape[dim], num_blocks(x.shape[dim])
+    first = [j * size // count for j in range(count + 1)]
+    spare = lambda begin, end: (*[0] * (2 * (x.dim() - 1 - dim)), 0, -(-size // count) - (end - begin))
+    return torch.stack([F.pad(x.narrow(dim, i, j - i), spare(i, j)) for i, j in itertools.pairwise(first)], dim)
 
 
 def joined(x: Tensor, dim: int) -> Tensor:
-    """Return the tree over `dim`: sums of neighbours, then of these. A sum without a neighbour goes up as it is."""
+    """Return the tree over the blocks of `dim`: sums of neighbours, then of these."""
     while x.shape[dim] > 1:
-        pairs = x.shape[dim] // 2
-        left, right = (x.narrow(dim, 0, 2 * pairs).unflatten(dim, (pairs, 2)).select(dim + 1, i) for i in (0, 1))
-        x = torch.cat([left + right, x.narrow(dim, 2 * pairs, x.shape[dim] - 2 * pairs)], dim)
+        left, right = x.unflatten(dim, (-1, 2)).unbind(dim + 1)
+        x = left + right
     return x.squeeze(dim)
 
 

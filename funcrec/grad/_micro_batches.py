@@ -82,8 +82,8 @@ def accumulate_grads(
       agree within 1e-6, and so do the loss and dense gradients. k micro-batches give the bits of k real ranks with one
       micro-batch each, if the ranks add their gradients in order. An emulated mesh gives the same bits except in matrix
       products: one product of all ranks may sum in another order than the product of one rank. Inside of `invariant`,
-      the micro-batches are added as a tree: if k is a power of two, and B / k is 256 times a power of two, the loss and
-      all gradients have the bits of the undivided batch.
+      the micro-batches are added as a tree: if k is a power of two, and B / k is more than 128, all gradients have the
+      bits of the undivided batch. So has the loss if B is a power of two; else its mean rounds in each micro-batch.
 
     Cost: activations of B / k examples, besides the ids and the cotangents of all lookups; inside of `invariant`, up to
       log2 k + 1 sums of dense gradients. With weights the loss runs once more, to sum the weights over the batch. Under

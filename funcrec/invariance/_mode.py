@@ -28,7 +28,7 @@ CALL = "funcrec.invariant"
 def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     """Return `fn` with results whose bits depend on the numbers alone.
 
-    Products and sums have a fixed order: 256 terms in order, then a tree of neighbouring sums. Exponentials,
+    Products and sums have a fixed order: up to 256 terms in order, and more terms as two halves. Exponentials,
     logarithms, roots, powers, sigmoid, tanh, erf, sine, cosine, their inverses, and what torch composes of them
     (softmax, gelu, layer norm, attention, losses), are computed from exact operations only. So an example has the same
     prediction alone and in any batch, at any place; members of vmap have the bits of their own runs; and no bit depends
@@ -49,13 +49,14 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     Law: for a function of examples, invariant(fn) of a batch has in each row the bits of the example alone. Values are
       those of `fn`, up to rounding. The bits of lookups, row updates, interactions and attention within bags
       (`jagged_attention`) are so without `invariant`, too. 16-bit floats are computed in f32, and each operation rounds
-      once. `fn` computes in the caller's thread, by torch: threads that it starts, numpy, and functions that it returns
-      are not seen.
+      once. Zeros after the last term change no bit of a sum of up to 256 terms; the order of a longer sum follows the
+      number of its terms. `fn` computes in the caller's thread, by torch: threads that it starts, numpy, and functions
+      that it returns are not seen.
 
     On ranks: `psum`, `psum_invariant`, `pmean`, `psum_scatter` and their transposes add floats as a tree of neighbours,
       in the order of the ranks, emulated or real. (16-bit floats are added in f32, and rounded after each axis.) So n
-      ranks give one process's bits of a sum over examples, if n is a power of two, and each rank has a power of two of
-      whole blocks of 256 terms. Other sums are right, and repeat their own bits. Lookups in sharded tables send rows,
+      ranks give one process's bits of a sum over examples, if n is a power of two, and each rank has the same number of
+      terms, more than 128. Other sums are right, and repeat their own bits. Lookups in sharded tables send rows,
       as with `exact=True`; `dedup` and a `codec` raise.
 
     Cost: products have 0.81 to 1 of oneDNN's speed for 64 rows and more, and 0.9 to 4 times its speed for one to eight

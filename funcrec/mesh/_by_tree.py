@@ -2,8 +2,8 @@
 
     ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + ...)        a sum without a neighbour goes up as it is
 
-`invariant` sums a batch as such a tree over blocks of 256 terms. If each part of the batch is a power of two of whole
-blocks, its own sum is a node of that tree. The tree over the parts is then the rest of it.
+`invariant` sums a batch of more than 256 terms as the sum of its two halves. If the parts are a power of two of equal
+parts, of more than 128 terms each, the sum of a part is a node of that tree. The tree over the parts is the rest of it.
 """
 
 from collections.abc import Sequence

@@ -155,13 +155,13 @@ def train_step(
         tables alone, or of dense parameters alone, use `fr.optim.clip`.)
       invariant: whether the bits of a step depend on its numbers alone, not on threads or the processor, as those of
         `fr.invariant`. On a mesh, sharded tables are read as with `exact`. Then the ranks, the plan and micro-batches
-        change no bit, if three things hold. The numbers n of ranks and k of micro-batches are powers of two, and
-        B / (n · k) is 256 times a power of two. The loss is a mean over examples, with a power of two of values for
-        each, and draws nothing by `key`; layers over the ids of sequences (SASRec, HSTU) add over ids, and not over
-        examples. In other cases a step is right, and repeats its own bits, but a run on other ranks differs by
-        rounding. `fr.optim.accumulate` adds the gradients of its steps in their order.
-        `dedup`, `codec`, `replicas`, other `batch_axes`, and `grad` on a mesh raise. Dense parameters of 16 bits raise
-        on ranks and in micro-batches.
+        change no bit of the state, if three things hold. The numbers n of ranks and k of micro-batches are powers of
+        two, and B / (n · k) is more than 128. The loss is a mean over examples, and draws nothing by `key`. Layers over
+        the ids of sequences (SASRec, HSTU) add over ids, and not over examples. (metrics["loss"] has the same bits,
+        too, if the loss is the mean of a power of two of values.) In other cases a step is right, and repeats its own
+        bits, but a run on other ranks differs by rounding. `fr.optim.accumulate` adds the gradients of its steps in
+        their order. `dedup`, `codec`, `replicas`, other `batch_axes`, and `grad` on a mesh raise. Dense parameters of
+        16 bits raise on ranks and in micro-batches.
       codec: the codes of looked up vectors and their cotangents; None for the codec of the state's tables
         (`shard_tables`, `reshard`).
 

@@ -3,7 +3,7 @@
 //   out[b, pair(i, j)] = ⟨x_i, x_j⟩, i > j        d_x[b, i] = Σ_{j ≠ i} d[b, pair(i, j)] x_j        pair(i, j) = i (i - 1) / 2 + j
 //
 // Only the blocks of x xᵀ that meet the lower triangle are computed. The vectors may come in several parts, which are never joined in memory.
-// One thread computes an example, in the order of invariant.h: chains of CHAIN terms, then a tree. The bits depend on the numbers alone.
+// One thread computes an example, in the order of invariant.h: chains of at most CHAIN terms, then a tree. The bits depend on the numbers alone.
 #pragma once
 #include "invariant_sums.h"
 #include "parallel.h"
@@ -39,11 +39,12 @@ struct Stack {
   int64_t height() const { return round_up(std::max<int64_t>(vectors, 1), LINE); }  // rows of packed vectors
 };
 
-constexpr int64_t chains_of(int64_t terms) { return std::max<int64_t>(1, (terms + invariant::CHAIN - 1) / invariant::CHAIN); }
+inline int64_t chains_of(int64_t terms) { return invariant::Blocks(terms).count(); }
 
 // f(first, terms, its place) for each chain of a sum.
 template <class F> void for_chains(int64_t terms, F&& f) {
-  for (int64_t k = 0; k < chains_of(terms); k++) f(k * invariant::CHAIN, std::min(invariant::CHAIN, terms - k * invariant::CHAIN), k);
+  const invariant::Blocks blocks(terms);
+  for (int64_t j = 0; j < blocks.count(); j++) f(blocks.at(j), blocks.size(j), j);
 }
 
 // The packed vectors of one example [height, depth], with zeros around them.

@@ -2,8 +2,9 @@
 //
 //   C[m, n] = tree_j  chain_{k in block j}  fma(A[m, k], B[k, n], acc)         out[i] = tree_j  chain_{k in block j}  acc + x[k, i]
 //
-// A block is CHAIN terms in order, from acc = 0. The tree adds the sums of neighbouring blocks, then neighbouring sums of these, and so on; a
-// sum without a neighbour goes up as it is. Tiles, packing and threads choose which chains run side by side, never the order inside one.
+// N terms are the least power of two J of blocks of at most CHAIN terms; block j has the terms from ⌊j N / J⌋ on, in order, from acc = 0. The tree adds
+// the sums of neighbouring blocks, then neighbouring sums of these, and so on: 2 n terms are the sum of two halves, if n > CHAIN / 2. Tiles, packing and
+// threads choose which chains run side by side, never the order inside one.
 //
 // The product is laid out as in BLIS: panels of A (R rows) and of B (VECTORS vectors) are packed, and a tile of R rows by some vectors of
 // sums stays in registers. Source: Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
@@ -53,33 +54,34 @@ template <class A> void pack(int64_t depth, int64_t width, int64_t count, Operan
 
 // -- the product ------------------------------------------------------------------------------------------------------
 
-// C [rows, columns] of few rows and a matrix B whose columns are contiguous, for L to DEPTH terms; L columns or more.
-template <class A> void product_of_squares(int64_t rows, int64_t columns, int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row) {
+// C [rows, columns] of few rows and a matrix B whose columns are contiguous, for L terms or more; L columns or more.
+template <class A> void product_of_squares(int64_t rows, int64_t columns, const Subtree& terms, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row) {
   using Upto = std::make_integer_sequence<int, FEW>;
   static constexpr auto ONE = turned_tiles<A, 1>(Upto{}), SOME = turned_tiles<A, 0>(Upto{});
   constexpr int64_t L = LANES<A>;
   const int64_t wide = turned_width(int(rows)) * L;
   int64_t j = 0;
-  for (; j + wide <= columns; j += wide) SOME[rows - 1](depth, a, b + j * b_row, b_row, c + j, c_row, wide, false);
+  for (; j + wide <= columns; j += wide) SOME[rows - 1](terms, a, b + j * b_row, b_row, c + j, c_row, wide, false);
   for (; j < columns; j += L) {
     const int64_t at = std::min(j, columns - L);  // the last columns are computed twice, to the same bits
-    ONE[rows - 1](depth, a, b + at * b_row, b_row, c + at, c_row, L, false);
+    ONE[rows - 1](terms, a, b + at * b_row, b_row, c + at, c_row, L, false);
   }
 }
 
-// C [rows, columns] for at most DEPTH terms; with `add`, they are added to C.
-template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_t depth, Operand<A> a, Operand<A> b, A* c, int64_t c_row, bool add) {
+// C [rows, columns] of a subtree; with `add`, its terms are added to C.
+template <class A> void product_of_subtree(int64_t rows, int64_t columns, const Subtree& terms, Operand<A> a, Operand<A> b, A* c, int64_t c_row, bool add) {
   using Upto = std::make_integer_sequence<int, TALL>;
   static constexpr auto NARROW = tiles<A, 1>(Upto{}), FULL = tiles<A, WIDE>(Upto{}), WIDER = wide_tiles<A>(Upto{});
   constexpr int64_t L = LANES<A>, STRIP = WIDE * L, STEP = STRIP * STRIPS, TILES = TALL * PANELS, SPARE = 2 * L;
   static thread_local Scratch<A> memory;
+  const int64_t depth = terms.depth();
   const int64_t room = pitch<A>(TALL) * depth;  // of a panel of A
   A* const packed_b = memory.get(DEPTH * (STEP + pitch<A>(TALL) * PANELS) + SPARE);
   A* const packed_a = packed_b + DEPTH * STEP;
   if constexpr (sizeof(A) == 4)
     if (!add && b.turned && rows <= FEW && columns >= L && depth >= L) {
       pack(depth, pitch<A>(rows), rows, a.transposed(), packed_a);
-      return product_of_squares(rows, columns, depth, packed_a, b.at, b.stride, c, c_row);
+      return product_of_squares(rows, columns, terms, packed_a, b.at, b.stride, c, c_row);
     }
   if (!add && !b.turned && (rows <= SLIM || depth <= THIN) && columns >= L) {
     static constexpr auto SWEEPS = sweeps<A>(std::make_integer_sequence<int, 4>{});
@@ -87,7 +89,7 @@ template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_
     for (int64_t r = 0; r < rows; r += 4) {
       const int64_t n = std::min<int64_t>(4, rows - r);
       pack(depth, pitch<A>(n), n, a.from(r, 0).transposed(), packed_a);
-      SWEEPS[n - 1](depth, whole, packed_a, b.at, b.stride, c + r * c_row, c_row, packed_b);
+      SWEEPS[n - 1](terms, whole, packed_a, b.at, b.stride, c + r * c_row, c_row, packed_b);
     }
     b = b.from(0, whole), c += whole, columns -= whole;
     if (columns == 0) return;
@@ -115,37 +117,35 @@ template <class A> void product_of_subtree(int64_t rows, int64_t columns, int64_
         const auto& set = wide > STRIP ? WIDER : n <= L ? NARROW : FULL;
         for (int64_t i = 0; i < count; i++) {
           const int64_t r = height * i / count, end = height * (i + 1) / count;
-          set[end - r - 1](depth, packed_a + i * room, at, stride, c + (top + r) * c_row + left + j, c_row, n, add);
+          set[end - r - 1](terms, packed_a + i * room, at, stride, c + (top + r) * c_row + left + j, c_row, n, add);
         }
         j += n;
       }
     }
 }
 
-// The blocks of the left half of a tree of n blocks, which is whole.
-constexpr int64_t left_half(int64_t n) {
-  int64_t half = 1;
-  while (2 * half < n) half *= 2;
-  return half;
-}
-
-template <class A> void product_of_tree(int64_t rows, int64_t columns, int64_t depth, Operand<A> a, Operand<A> b, A* c, int64_t c_row) {
-  if (depth <= DEPTH) return product_of_subtree(rows, columns, depth, a, b, c, c_row, false);
-  const int64_t half = CHAIN * left_half((depth + CHAIN - 1) / CHAIN);
-  product_of_tree(rows, columns, half, a, b, c, c_row);
-  if (depth - half <= DEPTH && rows > FEW) return product_of_subtree(rows, columns, depth - half, a.from(0, half), b.from(half, 0), c, c_row, true);
+// C [rows, columns] of the blocks [first, first + count); `a` and `b` begin at the first one.
+template <class A>
+void product_of_tree(int64_t rows, int64_t columns, const Blocks& blocks, int64_t first, int64_t count, Operand<A> a, Operand<A> b, A* c, int64_t c_row) {
+  if (count <= TOGETHER) return product_of_subtree(rows, columns, Subtree(blocks, first, count), a, b, c, c_row, false);
+  const int64_t half = count / 2, middle = first + half, terms = blocks.at(middle) - blocks.at(first);
+  const Operand<A> x = a.from(0, terms), y = b.from(terms, 0);
+  product_of_tree(rows, columns, blocks, first, half, a, b, c, c_row);
+  if (half <= TOGETHER && rows > FEW) return product_of_subtree(rows, columns, Subtree(blocks, middle, half), x, y, c, c_row, true);
   std::vector<A> other(rows * columns);
-  product_of_tree(rows, columns, depth - half, a.from(0, half), b.from(half, 0), other.data(), columns);
+  product_of_tree(rows, columns, blocks, middle, half, x, y, other.data(), columns);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t j = 0; j < columns; j++) c[r * c_row + j] += other[r * columns + j];
 }
 
 // C [rows, columns], its rows `c_row` apart. Less columns than lanes are computed as rows of the transposed product.
 template <class A> void product_of(int64_t rows, int64_t columns, int64_t depth, Operand<A> a, Operand<A> b, A* c, int64_t c_row) {
-  if (rows <= columns || columns >= LANES<A>) return product_of_tree(rows, columns, depth, a, b, c, c_row);
-  if (columns == 1 && c_row == 1) return product_of_tree(columns, rows, depth, b.transposed(), a.transposed(), c, rows);
+  const Blocks blocks(depth);
+  const int64_t all = blocks.count();
+  if (rows <= columns || columns >= LANES<A>) return product_of_tree(rows, columns, blocks, 0, all, a, b, c, c_row);
+  if (columns == 1 && c_row == 1) return product_of_tree(columns, rows, blocks, 0, all, b.transposed(), a.transposed(), c, rows);
   std::vector<A> turned(rows * columns);
-  product_of_tree(columns, rows, depth, b.transposed(), a.transposed(), turned.data(), rows);
+  product_of_tree(columns, rows, blocks, 0, all, b.transposed(), a.transposed(), turned.data(), rows);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t j = 0; j < columns; j++) c[r * c_row + j] = turned[j * rows + r];
 }

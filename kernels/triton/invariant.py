@@ -1,6 +1,6 @@
-"""Products and sums whose bits depend on the numbers alone: a program sums blocks of CHAIN terms in order.
+"""Products and sums whose bits depend on the numbers alone: a program sums blocks of at most CHAIN terms in order.
 
-    parts[j] = chain_{k in block j},   out = tree_j parts[j]
+    parts[j] = chain_{⌊j K / J⌋ ≤ k < ⌊(j + 1) K / J⌋},   out = tree_j parts[j]
 
 The blocks of one output run side by side, and the tree of `reference_invariant` adds them. `tl.fma` rounds once on a
 device; in the interpreter it rounds twice, unless a test puts an exact one in its place.
@@ -8,7 +8,7 @@ Shapes: S stacked matrices, M rows, K terms, N columns, J blocks; P outer, Q inn
 """
 
 import triton.language as tl
-from funcrec.kernels.invariant import CHAIN
+from funcrec.kernels.invariant import num_blocks
 from funcrec.kernels.reference_invariant import joined
 from funcrec.kernels.triton import launch as on
 from funcrec.kernels.triton.device import kernel, lanes
@@ -26,12 +26,12 @@ def invariant_bmm(a: Tensor, b: Tensor) -> Tensor:
             "the operands do not match.", got, "f[S, M, K] and f[S, K, N] of f32 or f64", "x.to(dtype)", "invariant_bmm"
         )
     (stack, rows, terms), columns = a.shape, b.shape[2]
-    blocks = max(on.cdiv(terms, CHAIN), 1)
+    blocks = num_blocks(terms)
     parts = a.new_empty(stack, blocks, rows, columns)
     tiles = on.cdiv(rows, ROWS), on.cdiv(columns, COLUMNS)
     on.launch(
         _products, (stack * blocks * tiles[0] * tiles[1],), a, *a.stride(), b, *b.stride(), parts, rows, columns, terms,
-        blocks, *tiles, CHAIN=CHAIN, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+        blocks, *tiles, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return joined(parts, 1)
 
@@ -41,11 +41,11 @@ def invariant_sum(x: Tensor) -> Tensor:
     if on.DTYPES.get(x.dtype) not in REALS:
         on.fail("a tensor is of another kind.", str(x.dtype), "f32 or f64", "x.float()", "invariant_sum")
     outer, terms, inner = x.shape
-    blocks = max(on.cdiv(terms, CHAIN), 1)
+    blocks = num_blocks(terms)
     parts = x.new_empty(outer, blocks, inner)
     on.launch(
         _sums, (on.cdiv(parts.numel(), on.BLOCK),), x, *x.stride(), parts, parts.numel(), terms, inner, blocks,
-        min(terms, CHAIN), CHAIN=CHAIN, LANES=on.BLOCK, num_warps=4,
+        on.cdiv(terms, blocks), LANES=on.BLOCK, num_warps=4,
     )  # fmt: skip
     return joined(parts, 1)
 
@@ -53,17 +53,17 @@ def invariant_sum(x: Tensor) -> Tensor:
 @kernel()
 def _products(
     a, a_stack, a_row, a_term, b, b_stack, b_term, b_column, parts, num_rows, size, count, block, row_tiles,
-    column_tiles, CHAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    column_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     tile, part = place % (row_tiles * column_tiles), place // (row_tiles * column_tiles)
     row = tile // column_tiles * ROWS + tl.arange(0, ROWS)
     column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
-    first = part % block * CHAIN
+    first, last = part % block * count // block, (part % block + 1) * count // block
     a += part // block * a_stack + row * a_row + first * a_term
     b += part // block * b_stack + column * b_column + first * b_term
     acc = tl.full((ROWS, COLUMNS), 0, parts.dtype.element_ty)
-    for k in range(tl.minimum(count - first, CHAIN)):
+    for k in range(last - first):
         x = tl.load(a + k * a_term, mask=row < num_rows, other=0)
         y = tl.load(b + k * b_term, mask=column < size, other=0)
         x, y = tl.broadcast(x[:, None], y[None, :])
@@ -74,12 +74,13 @@ def _products(
 
 @kernel()
 def _sums(
-    x, x_outer, x_term, x_inner, parts, size, num_values, count, block, steps, CHAIN: tl.constexpr, LANES: tl.constexpr
+    x, x_outer, x_term, x_inner, parts, size, num_values, count, block, steps, LANES: tl.constexpr
 ):  # fmt: skip
     place = lanes(LANES)
-    first = place // count % block * CHAIN
+    part = place // count % block
+    first, last = part * num_values // block, (part + 1) * num_values // block
     x += place // (count * block) * x_outer + place % count * x_inner + first * x_term
     acc = tl.full((LANES,), 0, parts.dtype.element_ty)
     for k in range(steps):
-        acc += tl.load(x + k * x_term, mask=(place < size) & (first + k < num_values), other=0)
+        acc += tl.load(x + k * x_term, mask=(place < size) & (first + k < last), other=0)
     tl.store(parts + place, acc, mask=place < size)

@@ -1,7 +1,5 @@
 """Products and sums of one order: their bits are those of the chain and the tree, in any batch and on any threads."""
 
-import math
-
 import pytest
 import torch
 from funcrec.kernels import ops
@@ -13,7 +11,8 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64)
 SIZES = st.sampled_from([1, 2, 3, 5, 13, 14, 15, 29, 33, 64, 115])
-DEPTHS = st.sampled_from([1, 2, 7, 16, 17, 100, 256, 257, 513, 770, 1025, 1300])
+DEPTHS = st.sampled_from([1, 2, 7, 16, 17, 100, 129, 256, 257, 513, 770, 1025, 1300, 2051])
+CHAIN = 256  # the most terms of a block
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -36,7 +35,8 @@ def operands(stack: int, rows: int, depth: int, columns: int, dtype: torch.dtype
 @given(st.integers(1, 3), SIZES, DEPTHS, SIZES, st.integers(0, 3), st.integers(2, 4))
 def test_a_product_depends_on_its_row_and_column_alone(dtype, stack, rows, depth, columns, turned, threads):
     """Every element has the bits of the reference, which knows no tile; so have a row alone, a column alone, several
-    threads, and terms that are zero after the last. It is near to the product in f64."""
+    threads, and, within a block, terms that are zero after the last. A product of twice the terms is the sum of its
+    halves, if each has more than half a block. It is near to the product in f64."""
     a, b = operands(stack, rows, depth, columns, dtype, turned)
     out = ops.invariant_bmm(a, b, implementation="cpp")
     if stack * rows * columns * depth < 300_000:
@@ -47,7 +47,11 @@ def test_a_product_depends_on_its_row_and_column_alone(dtype, stack, rows, depth
     with on_threads(threads):
         assert torch.equal(ops.invariant_bmm(a, b), out)
     zeros = lambda x, dim: torch.cat([x, torch.zeros_like(x.narrow(dim, 0, 1))], dim)
-    assert torch.equal(ops.invariant_bmm(zeros(a, 2), zeros(b, 1)), out)
+    if depth < CHAIN:
+        assert torch.equal(ops.invariant_bmm(zeros(a, 2), zeros(b, 1)), out)
+    if depth > CHAIN // 2:
+        twice = ops.invariant_bmm(torch.cat([a, a.roll(1, 1)], 2), torch.cat([b, b.roll(1, 2)], 1))
+        assert torch.equal(twice, out + ops.invariant_bmm(a.roll(1, 1), b.roll(1, 2)))
     bound = (depth + 1) * torch.finfo(dtype).eps * (a.double().abs() @ b.double().abs())
     assert ((out.double() - a.double() @ b.double()).abs() <= bound).all()
 
@@ -56,18 +60,26 @@ def test_a_product_depends_on_its_row_and_column_alone(dtype, stack, rows, depth
 @settings(max_examples=25)
 @given(st.sampled_from([1, 2, 7, 8, 16, 40]), DEPTHS, st.sampled_from([1, 2, 17, 300]), st.integers(2, 4))
 def test_a_sum_depends_on_its_terms_alone(dtype, outer, terms, inner, threads):
-    """Every sum has the bits of the reference; so has a column alone, on several threads, and with zeros after the
-    last term. Two halves of whole blocks add up to the whole."""
+    """Every sum has the bits of the reference; so has a column alone, on several threads, and, within a block, with
+    zeros after the last term. Two, four and eight equal parts of more than half a block add up to the whole."""
     x = noise(outer, terms, inner, dtype=dtype)
     out = ops.invariant_sum(x, implementation="cpp")
     assert torch.equal(out, ops.invariant_sum(x, implementation="reference"))
     assert torch.equal(ops.invariant_sum(x[-1:, :, -1:]), out[-1:, -1:])
     with on_threads(threads):
         assert torch.equal(ops.invariant_sum(x), out)
-    assert torch.equal(ops.invariant_sum(torch.cat([x, torch.zeros_like(x)], 1)), out)
-    half = 256 << max(int(math.log2(max(terms - 1, 1) / 256)), 0) if terms > 256 else terms
-    parts = [ops.invariant_sum(part) for part in (x[:, :half], x[:, half:])]
-    assert torch.equal(parts[0] + parts[1], out)
+    if terms < CHAIN:
+        assert torch.equal(ops.invariant_sum(torch.nn.functional.pad(x, (0, 0, 0, CHAIN - terms))), out)
+    if terms > CHAIN // 2:
+        wide = noise(outer, 8 * terms, inner, seed=1, dtype=dtype)
+        sums = [ops.invariant_sum(part) for part in wide.split(terms, 1)]
+        for count in (8, 4, 2):
+            assert torch.equal(ops.invariant_sum(wide[:, : count * terms]), tree(sums[:count]))
+
+
+def tree(parts: list[Tensor]) -> Tensor:
+    half = len(parts) // 2
+    return tree(parts[:half]) + tree(parts[half:]) if half else parts[0]
 
 
 @pytest.mark.parametrize("implementation", ["cpp", "reference"])

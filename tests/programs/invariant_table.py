@@ -26,9 +26,9 @@ from programs.invariant_models import FEW, KEYS, MANY, MODELS, batch_of, trainer
 from programs.surroundings import on_threads
 
 SERVING = processors.ROOT / "build" / "serving"
-WHOLE = 1024  # examples that are whole blocks for 4 parts
+WHOLE = 1024  # examples, which four parts can share
 LOCAL = "its loss compares the examples of one part of the batch"
-OF_IDS = "sums run over the ids of histories, and no part of the batch holds whole blocks of them"
+OF_IDS = "sums run over the ids of histories, and the parts of the batch have different numbers of them"
 CUT = {"two towers": LOCAL, "sasrec": OF_IDS, "hstu": OF_IDS}  # models whose bits follow the parts of a batch
 equal = functools.partial(assert_trees_close, rtol=0, atol=0)
 

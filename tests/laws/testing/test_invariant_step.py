@@ -27,6 +27,25 @@ def test_a_model_passes_in_every_cell():
     check_invariant_step(step, model.init(fr.key(0)), runs.batch_of(0), num_steps=1, **few)
 
 
+@pytest.mark.parametrize(("fields", "count"), [(3, 1024), (26, 1024), (5, 1000)])
+def test_a_weight_that_each_example_uses_several_times_passes(fields, count):
+    """A layer over 3, 5 or 26 fields sums its gradient over as many rows for each example, and keeps its bits in parts.
+    A loss that is the mean of as many values is rounded in each part of 1,024 examples; the check says so."""
+    layer = fr.Params(
+        {"t": torch.ones(4, 2)}, {"w": DENSE.dense[:, None] * torch.tensor([0.5, 0.3]), "b": torch.ones(2)}
+    )
+    x = torch.randn(count, 3 * fields, generator=torch.Generator().manual_seed(1))
+    values = lambda params, x: torch.tanh(x.view(len(x), fields, 3) @ params.dense["w"] + params.dense["b"])
+    adam = fr.optim.dense(torch.optim.Adam, lr=0.01)
+    few = {**FEW, "ranks": [4], "kinds": ["row_wise"]}
+    of_examples = step_of(lambda params, x: values(params, x).sum((1, 2)).square().mean(), dense=adam, invariant=True)
+    check_invariant_step(of_examples, layer, x, **few)
+    if fields == 3:
+        of_values = step_of(lambda params, x: values(params, x).square().mean(), dense=adam, invariant=True)
+        with pytest.raises(AssertionError, match=r"\[1\]\['loss'\]"):
+            check_invariant_step(of_values, layer, x, **few)
+
+
 def test_a_step_with_bits_of_its_own_fails():
     """A step without `invariant`, and an invariant one whose loss adds what each part rounds, fail with the cell."""
     mean = lambda params, x: (x @ params.dense).exp().mean()
