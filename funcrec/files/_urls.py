@@ -150,6 +150,17 @@ class Url:
     def write_bytes(self, data: bytes) -> None:
         self.ask("written", lambda: self.fs.pipe_file(self.key, data), fresh=False)
 
+    def create(self, data: bytes) -> bool:
+        """Write an object and return True; return False if there is one.
+
+        Of several processes, one gets True: the store compares and writes in one request. hf:// takes two requests.
+        """
+        try:
+            self.ask("written", lambda: self.fs.pipe_file(self.key, data, mode="create"), fresh=False)
+        except FileExistsError:
+            return False
+        return True
+
     def put(self, path: Path) -> None:
         """Copy a local file to the store, in several parts if it is large. It appears when all parts are there."""
         if self.scheme == "memory":  # fsspec's own copy would show the first part

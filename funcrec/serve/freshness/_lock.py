@@ -3,6 +3,7 @@
 .publisher    names the publisher and its manifest. It is locked while the publisher lives, so its end frees the folder.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -15,7 +16,7 @@ from typing import NoReturn
 
 from funcrec.core import fail
 from funcrec.files import Url
-from funcrec.serve.freshness._published import pieces
+from funcrec.serve.freshness._published import claim_name, claim_of, piece_of, pieces
 
 FILE = ".publisher"
 TOKEN = secrets.token_hex(8)  # two machines may give their processes the same number
@@ -66,25 +67,60 @@ class Hold:
             self.fd = None
             raise
 
+    def next_number(self) -> int:
+        """Return the number of the next publication. The lock keeps other publishers away."""
+        found = pieces(self.folder)
+        return found[-1].number + 1 if found else 0
+
+    def used(self) -> None:
+        """Do nothing: a published number is seen in the folder."""
+
 
 class UrlHold:
-    """The publisher of a folder in a store, which has no locks: the newest publisher owns it, and others are refused.
+    """The publisher of a folder in a store, which has no locks: it claims the number of each publication.
 
-    An older publisher notices at its next publication. What it writes until then, the next publication removes.
+    .publisher-0000000012 names the publisher of number 12. Of several publishers, only one can create this object: it
+    owns the folder until another publisher creates the next one. So an older publisher is refused before it publishes.
     """
 
     def __init__(self, call: str, folder: Url, run: str, digest: str):
-        self.call, self.folder, self.run, self.digest, self.is_taken = call, folder, run, digest, False
+        self.call, self.folder, self.run, self.digest = call, folder, run, digest
+        self.number, self.is_free = -1, False  # the newest claim, and whether it is not yet published
 
     def keep(self) -> None:
-        owner = form_of((self.folder / FILE).read_bytes()) if (self.folder / FILE).exists() else {}
-        if self.is_taken and owner.get("run") != self.run:
-            refuse(self, owner)
-        if not self.is_taken and owner.get("manifest", self.digest) != self.digest and pieces(self.folder):
-            fail_of_other(self, owner)
-        if not self.is_taken:
-            (self.folder / FILE).write_bytes(json.dumps(content_of(self)).encode())
-            self.is_taken = True
+        names = [x.name for x in self.folder.iterdir()] if self.folder.is_dir() else []
+        claims = [n for n in map(claim_of, names) if n >= 0]
+        newest = max([*claims, *(p.number for p in map(piece_of, names) if p is not None)], default=-1)
+        if self.number < 0:
+            owner = self.owner(newest) if newest in claims else {}
+            if owner.get("manifest", self.digest) != self.digest and pieces(self.folder):
+                fail_of_other(self, owner)
+            self.claim(newest + 1)
+        elif newest != self.number:
+            refuse(self, self.owner(newest) if newest in claims else {})
+
+    def next_number(self) -> int:
+        """Return the number of the next publication, which no other publisher can have."""
+        if not self.is_free:
+            self.claim(self.number + 1)
+        return self.number
+
+    def used(self) -> None:
+        """Record that the number is published."""
+        self.is_free = False
+
+    def claim(self, number: int) -> None:
+        content = content_of(self)
+        if not (self.folder / claim_name(number)).create(json.dumps(content).encode()):
+            owner = self.owner(number)
+            if owner != content:  # otherwise it is this claim, whose answer was lost
+                refuse(self, owner)
+        self.number, self.is_free = number, True
+
+    def owner(self, number: int) -> dict[str, str]:
+        with contextlib.suppress(FileNotFoundError):
+            return form_of((self.folder / claim_name(number)).read_bytes())
+        return {}
 
 
 def refuse(hold: "Hold | UrlHold", owner: Mapping[str, str]) -> NoReturn:

@@ -26,7 +26,7 @@ from funcrec.serve._weights import FILE, write_weights
 from funcrec.serve.freshness._delta import changes_of, described, shared_problems
 from funcrec.serve.freshness._delta_file import write_file
 from funcrec.serve.freshness._lock import Hold, UrlHold
-from funcrec.serve.freshness._published import DELTA, WEIGHTS, pieces, tidy, version_of
+from funcrec.serve.freshness._published import DELTA, WEIGHTS, tidy, version_of
 from funcrec.serve.freshness._push import Address, update_server
 from funcrec.sharding import buckets_of, gather_tables, with_whole_rest
 from funcrec.tables import Params, layout_in
@@ -80,7 +80,9 @@ def publish(
       folder: a folder for one model, and one publisher at a time, or the URL of one in a store. It is made if it is
         missing. A new run continues with whole weights, because a killed run leaves the changed rows unknown. In one
         process the newest publisher takes over the folder, and the older publisher is refused. A store has no locks:
-        there the newest publisher of all processes takes over.
+        there the newest publisher of all processes takes over. Of two that publish at once, one is refused before it
+        writes, because only one can create the object that claims the next number. hf:// cannot refuse it: see the
+        guide.
       package: the package that servers run, or its folder. It states how tables are stored and which parameters are
         read.
       every_steps: the number of steps of the run between two publications.
@@ -149,15 +151,17 @@ def publish(
             return
         if record.is_chief:
             hold.keep()
-        for last in publications(there, record, run[-1] if run else None, mesh):
+        number = hold.next_number() if record.is_chief else 0
+        for last in publications(there, record, number, run[-1] if run else None, mesh):
             run[:] = [last]  # `last` is on disk
+            hold.used()
         if record.is_chief:
             update_servers(servers, there.path, timeout_s)
 
     return write
 
 
-def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | None) -> Iterator[Last]:
+def publications(there: Folder, record: Any, number: int, last: Last | None, mesh: Mesh | None) -> Iterator[Last]:
     """Yield each due publication once it is written: a delta, whole weights, or both of one version."""
     logged = record.state if isinstance(record.state, Logged) else None
     state = cast(Any, record.state if logged is None else logged.state)
@@ -168,7 +172,6 @@ def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | Non
     if now is not None and log is not None and log[1] == now[1] and log[0] <= now[0]:
         before = last
     count = 0 if before is None else before.deltas + 1
-    number = next_number(there.path) if record.is_chief else 0
     version = version_of(number, record.step, there.run)
     if before is not None:
         changed = gathered(delta(sure(logged), sure(before.log)[0], mesh=mesh), state.tables, mesh)
@@ -186,12 +189,7 @@ def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | Non
             write_folder(CALL, there.path / (version + WEIGHTS), lambda own: write_weights(own, tensors, version))
         yield Last(record.step, version, now, 0)
     if record.is_chief:
-        tidy(there.path, there.keep)
-
-
-def next_number(folder: Path) -> int:
-    found = pieces(folder)
-    return found[-1].number + 1 if found else 0
+        tidy(there.path, there.keep, there.run)
 
 
 def update_servers(servers: Sequence[str], folder: Path, timeout_s: float) -> None:

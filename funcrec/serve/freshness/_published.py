@@ -4,6 +4,7 @@ weights(n) = weights(w) with deltas w + 1, ..., n applied in order        w <= n
 
 0000000012-step-200-3fa9c1.delta      from number 11 to number 12 of the run 3fa9c1
 0000000012-step-200-3fa9c1.weights    all weights of number 12
+.publisher-0000000012                 in a store: the publisher of number 12
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from funcrec.files import SUFFIX, Url, is_whole_folder, reason, remove_folder
 
 DELTA, WEIGHTS = ".delta", ".weights"
 NAME = re.compile(r"((\d{10,})-step-\d+-([0-9a-f]{6}))(\.delta|\.weights)?")
+CLAIM = re.compile(r"\.publisher-(\d{10,})")
 TRIES = 3  # attempts of a reader whose files are removed meanwhile
 
 
@@ -32,6 +34,16 @@ class Piece(NamedTuple):
 def piece_of(name: str) -> Piece | None:
     found = NAME.fullmatch(name)
     return Piece(int(found[2]), found[3], found[1], found[4] or "") if found else None
+
+
+def claim_name(number: int) -> str:
+    return f".publisher-{number:010d}"
+
+
+def claim_of(name: str) -> int:
+    """Return the number that the object of this name claims; -1 if it is no claim."""
+    found = CLAIM.fullmatch(name)
+    return int(found[1]) if found else -1
 
 
 def pieces(folder: Path | Url) -> list[Piece]:
@@ -95,18 +107,24 @@ def follow(call: str, folder: Path, version: str | None, take: Callable[[Path], 
     raise failed[path]
 
 
-def tidy(folder: Path, keep: int) -> None:
-    """Remove files of killed publishers, and files that a reader at most `keep` deltas late does not need."""
+def tidy(folder: Path, keep: int, run: str) -> None:
+    """Remove files of killed publishers, and files that a reader at most `keep` deltas late does not need.
+
+    Do nothing unless the newest file is of this run: a newer run owns the folder. What a newer run writes stays, too.
+    """
     found = pieces(folder)
+    if not found or found[-1].run != run:
+        return
     newest = found[-1]
-    base = max((p.number for p in found if p.kind == WEIGHTS and p.run == newest.run), default=0)
+    base = max((p.number for p in found if p.kind == WEIGHTS and p.run == run), default=0)
     for p in found:
         is_needed = p.number > min(base, newest.number - keep) if p.kind == DELTA else p.number == base
-        if p.run != newest.run or not is_needed:
+        if p.run != run or not is_needed:
             remove(path_of(folder, p))
     for x in list(folder.iterdir()):
         part = piece_of(x.name)  # in a store, a killed publisher leaves a folder without its index
-        if x.name.endswith(SUFFIX) or (part is not None and part.run != newest.run):
+        is_old = part is not None and part.run != run and part.number <= newest.number
+        if x.name.endswith(SUFFIX) or is_old or 0 <= claim_of(x.name) < newest.number:
             remove(x)
 
 
