@@ -331,9 +331,34 @@ def s3():
         s3fs.S3FileSystem().mkdir("bucket")
 
 
+GCS = """
+from http import HTTPStatus
+
+from gcp_storage_emulator.handlers import objects
+
+insert = objects.insert
+
+
+def once(request, response, storage, *args, **kwargs):
+    name = (request.query.get("name") or [(request.data or {}).get("meta", {}).get("name")])[0]
+    there = storage.objects.get(request.params["bucket_name"], {})
+    if request.query.get("ifGenerationMatch") == ["0"] and name in there:
+        response.status = HTTPStatus.PRECONDITION_FAILED
+    else:
+        insert(request, response, storage, *args, **kwargs)
+
+
+objects.insert = once  # GCS creates an object once if it is asked to; the emulator has no such rule
+
+from gcp_storage_emulator import __main__
+
+__main__.main()
+"""
+
+
 def gs():
     port = free_port()
-    words = ["-m", "gcp_storage_emulator", "start", "--host", "127.0.0.1", "--port", str(port), "--in-memory", "-q"]
+    words = ["-c", GCS, "start", "--host", "127.0.0.1", "--port", str(port), "--in-memory", "-q"]
     started([sys.executable, *words, "--default-bucket", "bucket"], port)
     os.environ |= {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}", "FSSPEC_GS_TOKEN": "anon"}
     os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # it asks by gRPC, which the emulator does not speak
@@ -352,10 +377,12 @@ def az():
 
 
 def main(names):
-    failed = 0
+    failed, begun = 0, set()
     for name in names:
         kind, _, wanted = name.partition(":")
-        {"s3": s3, "gs": gs, "az": az}[kind]()
+        if kind not in begun:
+            {"s3": s3, "gs": gs, "az": az}[kind]()
+        begun.add(kind)
         for i, law in enumerate(LAWS):
             if wanted not in law.__name__:
                 continue

@@ -81,8 +81,7 @@ def publish(
         missing. A new run continues with whole weights, because a killed run leaves the changed rows unknown. In one
         process the newest publisher takes over the folder, and the older publisher is refused. A store has no locks:
         there the newest publisher of all processes takes over. Of two that publish at once, one is refused before it
-        writes, because only one can create the object that claims the next number. hf:// cannot refuse it: see the
-        guide.
+        writes, because only one can create the object that claims the next number. hf:// has no such claim.
       package: the package that servers run, or its folder. It states how tables are stored and which parameters are
         read.
       every_steps: the number of steps of the run between two publications.
