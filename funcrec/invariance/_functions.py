@@ -257,6 +257,6 @@ def widened(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return f(*(x.to(dtype) for x in xs))
         if not dtype.is_floating_point:
             return f(*(x.to(torch.get_default_dtype()) for x in xs))
-        return f(*(x.float() for x in xs)).to(dtype)
+        return f(*(x.to(dtype).float() for x in xs)).to(dtype)
 
     return run

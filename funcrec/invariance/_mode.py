@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcrec.core import any_tracked, by_tree, describe, fail, is_in_derivative, own_errors, tree_leaves, typed
 from funcrec.invariance._hints import hint_for
 from funcrec.invariance._orders import LeftToRight
+from funcrec.invariance._replaced import of_one_dtype
 from funcrec.invariance._table import place_of
 
 A = ParamSpec("A")
@@ -49,9 +50,10 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
     Law: for a function of examples, invariant(fn) of a batch has in each row the bits of the example alone. Values are
       those of `fn`, up to rounding. The bits of lookups, row updates, interactions and attention within bags
       (`jagged_attention`) are so without `invariant`, too. 16-bit floats are computed in f32, and each operation rounds
-      once. Zeros after the last term change no bit of a sum of up to 256 terms; the order of a longer sum follows the
-      number of its terms. `fn` computes in the caller's thread, by torch: threads that it starts, numpy, and functions
-      that it returns are not seen.
+      once, a product before its bias. A number without dims has no more digits than its tensor. Zeros
+      after the last term change no bit of a sum of up to 256 terms; the order of a longer sum follows the number of its
+      terms. `fn` computes in the caller's thread, by torch: threads that it starts, numpy, and functions that it
+      returns are not seen.
 
     On ranks: `psum`, `psum_invariant`, `pmean`, `psum_scatter` and their transposes add floats as a tree of neighbours,
       in the order of the ranks, emulated or real. (16-bit floats are added in f32, and rounded after each axis.) So n
@@ -140,6 +142,7 @@ class Invariant(TorchDispatchMode):
             how, run = "unknown", func  # torch composes it of itself
         if how == "composed":
             self.composing.append(func)
+            args = of_one_dtype(args)
             try:
                 with self:  # Each part has its own place.
                     out = run(*args, **kwargs)

@@ -1,12 +1,16 @@
-"""torch's functions that choose the order of their products by shapes, above the operators that a mode sees.
+"""torch's functions that follow shapes or transforms, above the operators that a dispatch mode sees.
 
     multi_dot(a, b, c)  =  (a b) c        einsum("…", a, b, c)  =  einsum("…", einsum("…", a, b), c)
 
 A chain of products is cheapest in an order that follows the number of rows, so an example alone would have another
 order than in a batch. Here products go from left to right. `opt_einsum`, where it is installed, has no say.
+
+torch's vmap writes some functions otherwise than a member's own run: it lets a number without dims decide the dtype of
+a result, multiplies a bias by beta = 0, and rounds normalised values of 16 bits before their weights.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -14,9 +18,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from funcrec.core import is_in_transform
+from funcrec.invariance._replaced import SHORT, of_one_dtype
+
 
 class LeftToRight(TorchFunctionMode):
-    """A mode in which chains of products go from left to right. What chooses an algorithm by a shape raises."""
+    """A mode in which chains of products go from left to right, and a member of vmap computes as its own run.
+
+    What chooses an algorithm by a shape raises.
+    """
 
     def __init__(self, refuse: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -26,6 +36,8 @@ class LeftToRight(TorchFunctionMode):
         if func is torch.cdist:
             self.refuse("torch.cdist")
         call: Any = CHAINS.get(func, func)
+        if func in BY_MEMBER and is_in_transform():
+            return BY_MEMBER[func](call, args, kwargs or {})
         return call(*args, **kwargs) if kwargs else call(*args)
 
 
@@ -52,8 +64,72 @@ def by_letters(args: Sequence[Any]) -> tuple[Any, ...]:
     return ",".join(map(of, inputs)) + out, *operands
 
 
+def addmm(*args: Any, **kwargs: Any) -> Tensor:
+    """Return torch.addmm(...), which reads no bias if beta is 0. vmap multiplies it by 0, so NaN would stay NaN."""
+    if kwargs.get("beta") == 0 and len(args) == 3 and kwargs.keys() <= {"beta", "alpha"}:
+        return torch.mm(*args[1:]) * kwargs.get("alpha", 1)
+    return torch.addmm(*args, **kwargs)
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:  # fmt: skip
+    """Return the normalised values, then times weights, plus a bias, as in vmap; torch multiplies a scale by them."""
+    x, per_channel = wide_of(input), (-1, *[1] * (input.dim() - 2))
+    out = torch.group_norm(x, num_groups, eps=eps)
+    out = out if weight is None else out * wide_of(weight).reshape(per_channel)
+    return (out if bias is None else out + wide_of(bias).reshape(per_channel)).to(input.dtype)
+
+
+def ndtr(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return the normal distribution Φ, with an error below 2 (4 + x²) ulp: half of erfc(-x / √2).
+
+    torch's 1 + erf(x / √2) has no digits where Φ is small.
+    """
+    if out is not None:
+        return torch.special.ndtr(input, out=out)
+    half = torch.erfc(wide_of(input) * -math.sqrt(0.5)) * 0.5
+    return half.to(input.dtype) if input.is_floating_point() else half
+
+
 CHAINS: dict[Any, Callable] = {
+    torch.special.ndtr: ndtr,
+    torch.group_norm: group_norm,
+    torch.nn.functional.group_norm: group_norm,
+    torch.addmm: addmm,
+    torch.Tensor.addmm: addmm,
     torch.linalg.multi_dot: multi_dot,
     torch.chain_matmul: lambda *tensors, out=None: multi_dot(tensors, out=out),
     torch.einsum: einsum,
+}
+
+# Functions in which torch's vmap lets a member's number without dims decide the dtype.
+NAMES = """
+    eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ equal not_equal less less_equal greater greater_equal
+    eq_ ne_ lt_ le_ gt_ ge_ where div divide floor_divide div_ divide_ floor_divide_ __floordiv__ __itruediv__
+    clamp clamp_min clamp_max clip clamp_ clamp_min_ clamp_max_ clip_ addcmul addcdiv addcmul_ addcdiv_
+    add_ sub_ mul_ subtract_ multiply_ true_divide_ __iadd__ __isub__ __imul__ atan2 arctan2 xlogy logaddexp logaddexp2
+    fmod remainder remainder_ fmod_ pow pow_ copysign copysign_
+"""
+
+
+def by_dtype(call: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    every = of_one_dtype([*args, *kwargs.values()])
+    return call(*every[: len(args)], **dict(zip(kwargs, every[len(args) :], strict=True)))
+
+
+def by_f32(call: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the normalised values, which are rounded once: of 16 bits, vmap would round them before their weights."""
+    dtype = (args[0] if args else kwargs["input"]).dtype
+    return call(*map(wide_of, args), **{name: wide_of(x) for name, x in kwargs.items()}).to(dtype)
+
+
+def wide_of(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.dtype in SHORT else x
+
+
+BY_MEMBER: dict[Any, Callable] = {
+    **{getattr(space, n): by_dtype for n in NAMES.split() for space in (torch, torch.Tensor) if hasattr(space, n)},
+    **{space.layer_norm: by_f32 for space in (torch, torch.nn.functional)},
 }

@@ -32,6 +32,18 @@ def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, wide)
 
 
+def of_one_dtype(args: Sequence[Any]) -> list[Any]:
+    """Return arguments whose tensors without dims have the floats of the others, which decide the dtype of a result.
+
+    torch computes with some numbers of more digits, and vmap gives those of a member a dim, and so a say.
+    """
+    floats = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+    if not any(x.dim() for x in floats) or all(x.dtype == floats[0].dtype for x in floats):
+        return list(args)
+    dtype, is_number = dtype_of(floats), {id(x) for x in floats if not x.dim()}
+    return [x.to(dtype) if id(x) in is_number else x for x in args]
+
+
 def rounded_once(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return f with 16-bit floats computed in f32, as torch does: its parts are not rounded, nor do they overflow.
 
@@ -55,6 +67,31 @@ def scaled_sum(x: Tensor, y: Any, alpha: Any = 1) -> Tensor:
 
 def scaled_difference(x: Tensor, y: Any, alpha: Any = 1) -> Tensor:
     return x - (y if alpha == 1 else y * alpha)
+
+
+times, sum_with = rounded_once(lambda x, y: x * y), rounded_once(scaled_sum)
+
+
+def biased(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Return beta · bias + alpha · product(a, b) as a function, by the operations that vmap makes of it.
+
+    So a member has its own bits in 16 bits, too. As in BLAS, a bias with beta 0 is not read.
+    """
+
+    def run(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        out = product(a, b)
+        out = out if alpha == 1 else times(out, alpha)
+        return out if beta == 0 else sum_with(bias if beta == 1 else times(bias, beta), out)
+
+    return run
+
+
+def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Return beta · bias + alpha · a b by the operations that vmap makes of it, which are not those of a stack."""
+    out = _sums.mm(a, b)
+    if beta == 0:
+        return out if alpha == 1 else times(out, alpha)
+    return sum_with(bias if beta == 1 else times(bias, beta), out, alpha)
 
 
 def lerp(x: Tensor, y: Tensor, weight: Any) -> Tensor:
@@ -169,16 +206,17 @@ REPLACED: dict[Any, Callable] = {
     aten.prod.default: product,
     aten.prod.dim_int: product,
     prims.var.default: variance,
-    aten.add.Tensor: rounded_once(scaled_sum),
-    aten.add.Scalar: rounded_once(scaled_sum),
+    aten.add.Tensor: sum_with,
+    aten.add.Scalar: sum_with,
     aten.sub.Tensor: rounded_once(scaled_difference),
     aten.sub.Scalar: rounded_once(scaled_difference),
     aten.rsub.Tensor: rounded_once(lambda x, y, *, alpha=1: y - (x if alpha == 1 else x * alpha)),
     aten.rsub.Scalar: rounded_once(lambda x, y, alpha=1: y - (x if alpha == 1 else x * alpha)),
-    aten.mul.Tensor: rounded_once(lambda x, y: x * y),
-    aten.mul.Scalar: rounded_once(lambda x, y: x * y),
+    aten.mul.Tensor: times,
+    aten.mul.Scalar: times,
     aten.div.Tensor: rounded_once(lambda x, y: x / y),
     aten.div.Scalar: rounded_once(lambda x, y: x / y),
+    aten.div.Tensor_mode: rounded_once(aten.div.Tensor_mode),
     aten.addcmul.default: rounded_once(lambda x, a, b, *, value=1: x + (a * b if value == 1 else a * value * b)),
     aten.addcdiv.default: rounded_once(lambda x, a, b, *, value=1: x + (a if value == 1 else a * value) / b),
     aten.lerp.Scalar: rounded_once(lerp),
@@ -190,10 +228,10 @@ REPLACED: dict[Any, Callable] = {
     aten.exp2.default: lambda x: power(2.0, x),
     aten.mm.default: _sums.mm,
     aten.bmm.default: _sums.bmm,
-    aten.addmm.default: rounded_once(_sums.addmm),
-    aten.baddbmm.default: rounded_once(_sums.baddbmm),
+    aten.addmm.default: addmm,
+    aten.baddbmm.default: biased(_sums.bmm),
     aten.mv.default: _sums.mv,
-    aten.addmv.default: rounded_once(_sums.addmv),
+    aten.addmv.default: biased(_sums.mv),
     aten.dot.default: _sums.dot,
     aten.vdot.default: _sums.dot,
     aten.sum.default: _sums.sum_all,

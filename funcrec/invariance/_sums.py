@@ -47,24 +47,6 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
     return mm(x.unsqueeze(0), y.unsqueeze(1)).reshape(())
 
 
-def plus(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
-    """Return beta · bias + alpha · product. As in BLAS, a bias with beta 0 is not read."""
-    product = product if alpha == 1 else product * alpha
-    return product if beta == 0 else (bias if beta == 1 else bias * beta) + product
-
-
-def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return plus(bias, mm(a, b), beta, alpha)
-
-
-def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return plus(bias, bmm(a, b), beta, alpha)
-
-
-def addmv(bias: Tensor, a: Tensor, x: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return plus(bias, mv(a, x), beta, alpha)
-
-
 def sum_of(
     x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:

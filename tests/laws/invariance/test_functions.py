@@ -127,3 +127,21 @@ def test_compiled_functions_have_the_bits_of_eager_ones():
     run = fr.invariant(lambda x: [functions[n](x) for n in ("erf", "sin")])
     x = torch.arange(-(2**31), 2**31, 9_040_009).to(torch.int32).view(torch.float32)
     assert_trees_close(fr.jit(run)(x), run(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_normal_distribution_keeps_its_digits_where_it_is_small(dtype):
+    """ndtr has an error below 2 (4 + x²) units down to the last normal numbers, also for 16 bits and whole numbers; its
+    slope is the density."""
+    x = torch.linspace(-12 if dtype == torch.float32 else -36, 9, 1001, dtype=dtype)
+    f, wide = fr.invariant(torch.special.ndtr), x.double()
+    truth = torch.tensor([float(mpmath.ncdf(mpmath.mpf(v))) for v in x.tolist()], dtype=torch.float64)
+    is_near = lambda y, truth: ((y.double() - truth).abs() <= torch.finfo(dtype).eps * 2 * (4 + wide**2) * truth).all()
+    assert is_near(f(x), truth)
+    assert torch.equal(f(torch.tensor([INF, -INF, 0.0], dtype=dtype)), torch.tensor([1, 0, 0.5], dtype=dtype))
+    slope = fr.invariant(torch.func.grad(lambda x: torch.special.ndtr(x).sum()))(x)
+    density = (-wide * wide / 2).exp() / math.sqrt(2 * math.pi)
+    assert is_near(slope, density)
+    few = x[::100].bfloat16()
+    assert torch.equal(f(few), f(few.float()).bfloat16())
+    assert torch.equal(f(torch.arange(-3, 3)), f(torch.arange(-3.0, 3.0)))
