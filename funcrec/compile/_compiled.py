@@ -71,8 +71,8 @@ class Compiled:
         self.read = [] if self.first is None else sorted({*donated}.intersection(staged.inputs) - {*self.stay})
         self.told: set[int] = set()  # leaves that a warning about copies has named
         self.spanned = [i for i in self.tensor_at if has_memory(leaves[i])] if donated else []
-        self.spans = [length_of(leaves[i]) for i in self.spanned]
-        self.tensors_of, self.spanned_of = picker(self.tensor_at), picker(self.spanned)
+        self.spans = [float(length_of(leaves[i])) for i in self.spanned]
+        self.tensors_of, self.spanned_of, self.donated_of = map(picker, (self.tensor_at, self.spanned, [*donated]))
         self.hold: Hold | None = None  # what the last call found about the memory to write to
         self.returned: dict[int, weakref.ref] = {}  # the outputs of the last call, if calls are recorded
         at = {i: k for k, i in enumerate((*self.stay, *self.read))}  # the outputs' places in `given`, static, results
@@ -88,7 +88,7 @@ class Compiled:
         """Return whether the leaves have the compiled forms, and each donated leaf has memory of its own."""
         if not self.has_forms(leaves):
             return False
-        starts = [*map(Tensor.data_ptr, self.spanned_of(leaves))]
+        starts = [*map(float, map(Tensor.data_ptr, self.spanned_of(leaves)))]  # exact, and sorted faster than integers
         ends = sorted(map(operator.add, starts, self.spans))
         starts.sort()
         # Intervals are disjoint if and only if no start k + 1 lies before the k-th end. Leaves that nobody donates may
@@ -137,7 +137,7 @@ class Compiled:
         if self.donated:
             left = alone([given[i] for i in self.stay if i not in foreign])
             left += [x._base for x in (given[i] for i in known.views if i not in foreign) if x._base is not None]
-            take([given[i] for i in self.donated], self.donated.values(), when, left)
+            take(self.donated_of(given), self.donated.values(), when, left)
         if recording is None:
             results = self.write(leaves, mine, results)
             outputs = self.outputs_of([*mine.values(), *self.staged.static, *results])

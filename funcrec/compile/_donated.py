@@ -7,7 +7,7 @@ import collections
 import itertools
 import threading
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,6 +34,15 @@ class Donated(Tensor):
         return "<donated tensor>"
 
 
+class Taken(NamedTuple):
+    """What a call took. ids: of the taken tensors, in the order of `paths`; a living tensor has its id alone."""
+
+    paths: Iterable[str]
+    ids: list[int]
+    name: str
+    call: int
+
+
 def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], emptied: Sequence[Tensor]) -> None:
     """Take the given tensors: any later use is an error that names the argument, the function and the call's number.
 
@@ -43,7 +52,8 @@ def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], e
     `given` whose memory now belongs to another tensor. Code that reads only the C++ part of a tensor (torch.tensor)
     finds nothing there.
     """
-    named = map(setattr, given, itertools.repeat("donated"), zip(paths, itertools.repeat(when), strict=False))
+    told = {"donated": Taken(paths, [*map(id, given)], *when)}
+    named = map(setattr, given, itertools.repeat("__dict__"), itertools.repeat(told))  # one dict is made, and one freed
     blank = map(setattr, emptied, itertools.repeat("data"), itertools.repeat(GONE))
     # The last three are made here, because a signal may end a call. The error of one more hook may end each of these.
     first, second, third, fourth = (
@@ -68,8 +78,9 @@ def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], e
 
 
 def donated_message(x: Donated) -> str:
-    path, (name, number) = x.__dict__["donated"]
-    why = f"`{path}` was donated to call {number} of `{name}`"
+    taken: Taken = x.__dict__["donated"]
+    path = [*taken.paths][taken.ids.index(id(x))]
+    why = f"`{path}` was donated to call {taken.call} of `{taken.name}`"
     need = "the value that the call returned in its place"
     return message("funcrec.jit", [Problem(f"{why} and is gone.", "a use after donation", need, "jit without donate=")])
 
