@@ -276,6 +276,21 @@ def test_use_after_donation_names_argument_and_call():
     assert "donated" in repr(first)
 
 
+def test_each_donated_leaf_is_named_by_its_own_path():
+    """Of many leaves, each error names the leaf that is used, also after other leaves are freed and others made."""
+    step = fr.jit(lambda state: {n: x + 1 for n, x in state.items()}, donate=("state",))
+    first = {f"w{i}": torch.zeros(3) for i in range(20)}
+    second = step(first)
+    for n in [*first][::2]:
+        del first[n]
+    third = step(second)
+    for given, call in ((first, 1), (second, 2)):
+        for n, x in given.items():
+            with pytest.raises(fr.DonatedError, match=rf"`state\['{n}'\]` was donated to call {call} of"):
+                x.sum()
+    assert_trees_close(third, {n: torch.full((3,), 2.0) for n in second})
+
+
 def test_a_failed_call_donates_nothing():
     """An argument of the wrong shape leaves the donated state whole."""
     step = fr.jit(lambda s, x: {"w": s["w"] + x}, donate=("s",))
