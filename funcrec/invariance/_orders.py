@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from funcrec.core import is_in_transform
@@ -71,15 +72,34 @@ def addmm(*args: Any, **kwargs: Any) -> Tensor:
     return torch.addmm(*args, **kwargs)
 
 
+def weighted(norm: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return normalised values [B, C, ...], then times weights, plus a bias [C], as in vmap; torch joins some of it."""
+    out, per_channel = norm(wide_of(x)), (-1, *[1] * (x.dim() - 2))
+    out = out if weight is None else out * wide_of(weight).reshape(per_channel)
+    return (out if bias is None else out + wide_of(bias).reshape(per_channel)).to(x.dtype)
+
+
 def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Return the normalised values, then times weights, plus a bias, as in vmap; torch multiplies a scale by them."""
-    x, per_channel = wide_of(input), (-1, *[1] * (input.dim() - 2))
-    out = torch.group_norm(x, num_groups, eps=eps)
-    out = out if weight is None else out * wide_of(weight).reshape(per_channel)
-    return (out if bias is None else out + wide_of(bias).reshape(per_channel)).to(input.dtype)
+    return weighted(lambda x: torch.group_norm(x, num_groups, eps=eps), input, weight, bias)
+
+
+def batch_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, *args: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    norm = lambda x: functional.batch_norm(x, running_mean, running_var, None, None, *args, **kwargs)
+    return weighted(norm, input, weight, bias)
+
+
+def instance_norm(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None, *args: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    norm = lambda x: functional.instance_norm(x, running_mean, running_var, None, None, *args, **kwargs)
+    return weighted(norm, input, weight, bias)
 
 
 def ndtr(input: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -96,7 +116,9 @@ def ndtr(input: Tensor, *, out: Tensor | None = None) -> Tensor:
 CHAINS: dict[Any, Callable] = {
     torch.special.ndtr: ndtr,
     torch.group_norm: group_norm,
-    torch.nn.functional.group_norm: group_norm,
+    functional.group_norm: group_norm,
+    functional.batch_norm: batch_norm,
+    functional.instance_norm: instance_norm,
     torch.addmm: addmm,
     torch.Tensor.addmm: addmm,
     torch.linalg.multi_dot: multi_dot,
@@ -131,5 +153,5 @@ def wide_of(x: Any) -> Any:
 
 BY_MEMBER: dict[Any, Callable] = {
     **{getattr(space, n): by_dtype for n in NAMES.split() for space in (torch, torch.Tensor) if hasattr(space, n)},
-    **{space.layer_norm: by_f32 for space in (torch, torch.nn.functional)},
+    **{space.layer_norm: by_f32 for space in (torch, functional)},
 }

@@ -50,6 +50,8 @@ LAYERS = {  # of weights f[4, 5], f[4, 6] and f[6, 5]
     "baddbmm": lambda c, a, b: torch.baddbmm(c[None], a[None], b[None], beta=0.3, alpha=3),
     "addmv": lambda c, a, b: torch.addmv(c[:, 0], a, b[:, 0], beta=0.3, alpha=3),
     "layer norm": lambda c, a, b: F.layer_norm(a, (6,), b[:, 0], b[:, 1]) + F.layer_norm(a, (6,), bias=b[:, 2]),
+    "batch norm": lambda c, a, b: F.batch_norm(b, None, None, c[0], c[1], training=True),
+    "instance norm": lambda c, a, b: F.instance_norm(a[None], weight=c[:, 0], bias=c[:, 1]),
     "group norm": lambda c, a, b: F.group_norm(a[None], 2, c[:, 0], c[:, 1]),
 }
 
