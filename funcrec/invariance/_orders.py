@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from funcrec.core import is_in_transform
-from funcrec.invariance._replaced import SHORT, of_one_dtype
+from funcrec.invariance._replaced import SHORT, of_dtypes, of_one_dtype
 
 
 class LeftToRight(TorchFunctionMode):
@@ -138,6 +138,8 @@ NAMES = """
 
 def by_dtype(call: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     every = of_one_dtype([*args, *kwargs.values()])
+    ints = [x for x in every if isinstance(x, Tensor) and x.dtype != torch.bool]
+    every = every if any(x.is_floating_point() for x in ints) else of_dtypes(every, ints)
     return call(*every[: len(args)], **dict(zip(kwargs, every[len(args) :], strict=True)))
 
 

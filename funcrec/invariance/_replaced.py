@@ -33,14 +33,19 @@ def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def of_one_dtype(args: Sequence[Any]) -> list[Any]:
-    """Return arguments whose tensors without dims have the floats of the others, which decide the dtype of a result.
+    """Return arguments whose floats without dims have the dtype of the others, which decide the dtype of a result.
 
     torch computes with some numbers of more digits, and vmap gives those of a member a dim, and so a say.
     """
-    floats = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
-    if not any(x.dim() for x in floats) or all(x.dtype == floats[0].dtype for x in floats):
+    return of_dtypes(args, [x for x in args if isinstance(x, Tensor) and x.is_floating_point()])
+
+
+def of_dtypes(args: Sequence[Any], chosen: Sequence[Tensor]) -> list[Any]:
+    """Return arguments where the chosen tensors without dims have the dtype of the other chosen ones."""
+    others = [x.dtype for x in chosen if x.dim()]
+    if not others or all(x.dtype == others[0] for x in chosen):
         return list(args)
-    dtype, is_number = dtype_of(floats), {id(x) for x in floats if not x.dim()}
+    dtype, is_number = functools.reduce(torch.promote_types, others), {id(x) for x in chosen if not x.dim()}
     return [x.to(dtype) if id(x) in is_number else x for x in args]
 
 

@@ -44,6 +44,13 @@ def test_a_number_has_the_digits_of_its_tensor(name, dtype):
         equal(fr.invariant(vmap(slope))(x, c), tuple(torch.stack(part) for part in zip(*want, strict=True)))
 
 
+def test_a_whole_number_has_the_dtype_of_its_tensor():
+    """A number i64[] of each member does not make i64 of a tensor of i32, which it does in torch's vmap."""
+    x, c = torch.arange(12, dtype=torch.int32).view(3, 4), torch.tensor([3, 5, 7])
+    for f in (lambda x, c: torch.where(x > 4, x, c), lambda x, c: x.clamp(min=c), lambda x, c: x // c):
+        equal(fr.invariant(vmap(f))(x, c), torch.stack([fr.invariant(f)(*pair) for pair in zip(x, c, strict=True)]))
+
+
 LAYERS = {  # of weights f[4, 5], f[4, 6] and f[6, 5]
     "a linear layer": lambda c, a, b: F.linear(a, b.mT, c[0]),
     "addmm": lambda c, a, b: torch.addmm(c, a, b, beta=0.3, alpha=3),
