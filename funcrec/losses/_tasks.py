@@ -13,8 +13,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Magnitude, Problem, Scalar, Within, check, describe, own_errors, typed
-from funcrec.losses._mean import Reduction
+from funcrec.core import Form, Magnitude, Problem, Scalar, Within, check, describe, is_tracked, own_errors, typed
+from funcrec.losses._mean import Reduction, weighted_mean
 
 CALL = "funcrec.losses.multi_task"
 
@@ -31,7 +31,8 @@ def multi_task(losses: Losses, *, weights: Sequence[Magnitude | Scalar] | None =
 
     Returns:
       loss(predictions f[B, T], label [B, T], weight=None, *, reduction="mean") -> f[], or f[B] with "none". weight is
-      f[B] for examples, or f[B, T] for each task, where 0 means that an example has no label for a task.
+      f[B] for examples, or f[B, T] for each task, where 0 means that an example has no label for a task. Without
+      weights of tasks, "mean" is the mean of what "none" returns. With them it is a sum of T means.
 
     Example:
       >>> import torch, funcrec as fr
@@ -56,11 +57,14 @@ def _loss_of_tasks(
 ) -> Tensor:
     check(CALL, column_problems(predictions, weight, len(losses)))
     own = lambda t: weight if weight is None or weight.dim() == 1 else weight[:, t]
+    is_one_mean = reduction == "mean" and (weight is None or (weight.dim() == 1 and not is_tracked(weight)))
+    how: Reduction = "none" if is_one_mean else reduction  # parts of a batch keep the order of one mean
     terms = []
     for t, loss in enumerate(losses):
         with own_errors(CALL, loss, predictions[:, t], label[:, t], need="the predictions and labels of one task"):
-            terms.append(c[t] * loss(predictions[:, t], label[:, t], own(t), reduction=reduction))
-    return torch.stack(terms).sum(0)
+            terms.append(c[t] * loss(predictions[:, t], label[:, t], own(t), reduction=how))
+    total = torch.stack(terms).sum(0)
+    return weighted_mean(total, weight) if is_one_mean else total
 
 
 def task_problems(losses: Sequence[Callable], weights: Sequence[float | Tensor] | None) -> Iterator[Problem]:

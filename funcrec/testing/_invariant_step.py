@@ -19,6 +19,10 @@ from funcrec.train import TrainStep, gather_state
 
 CALL = "funcrec.testing.check_invariant_step"
 BLOCK = 256  # the most terms of one block of a sum
+OF_PARTS = (
+    "Parts keep the bits of one mean over the examples: a sum of means is rounded in each part.\n"
+    "A norm of all gradients (`max_norm`) takes one difference to every leaf: leave it out to see where it begins."
+)
 Kind = Literal[
     "table_wise", "row_wise", "column_wise", "replicated", "table_row_wise", "table_column_wise", "grid"
 ]  # fmt: skip
@@ -50,7 +54,8 @@ def check_invariant_step(
       num_steps: the steps of a run. compiled: whether a program of `fr.jit` runs, too, which takes a minute.
 
     Raises:
-      AssertionError: the bits of a state or of the metrics differ. The message has the cell and the first difference.
+      AssertionError: the bits of a state or of the metrics differ. The message has the first difference, and its
+        notes have the cell.
       TypeError: `step_of` does not return a TrainStep.
       ValueError: the parts are no power of two of equal parts of more than 128 examples, where no step keeps its bits.
 
@@ -92,12 +97,13 @@ def check_invariant_step(
     member = trained(torch.func.vmap(step, in_dims=(0, None)), both)
     same(tree_map(lambda x: x[1], member), want, "a member of vmap")
     for k in micro_batches:
-        same(compared(trained(step_of(micro_batches=k), first)), compared(want), f"{k} micro-batches")
+        same(compared(trained(step_of(micro_batches=k), first)), compared(want), f"{k} micro-batches", OF_PARTS)
     shapes = {name: tuple(table.shape) for name, table in params.tables.items()}
     for mesh, kind in cells(ranks, kinds):
         on_ranks = step_of(mesh=mesh, plan=Plan.uniform(kind, shapes, mesh))
         state, metrics = trained(on_ranks, on_ranks.init(params, random.key(0)))
-        same(compared((gather_state(state, mesh), metrics)), compared(want), f"{mesh.size} ranks, {kind}")
+        got = compared((gather_state(state, mesh), metrics))
+        same(got, compared(want), f"{mesh.size} ranks, {kind}", OF_PARTS)
     if compiled:
         same(trained(jit(step), first), want, "a compiled step")
 
@@ -111,11 +117,13 @@ def cells(ranks: Sequence[int], kinds: Sequence[Kind]) -> Iterator[tuple[Mesh, K
                 yield Mesh.emulated(x=n // 2, y=2), kind
 
 
-def same(got: Any, want: Any, what: str) -> None:
+def same(got: Any, want: Any, what: str, hint: str = "") -> None:
     try:
         assert_same_bits(got, want)
     except AssertionError as error:
         error.add_note(f"{CALL}: for {what}, of one process")
+        if hint:
+            error.add_note(hint)
         raise
 
 

@@ -8,6 +8,8 @@ from programs import invariant_ranks as runs
 
 import funcrec as fr
 from funcrec.testing import check_invariant_step
+from funcrec.testing._invariant_step import OF_PARTS
+from funcrec.testing._trees import assert_same_bits
 
 SPARSE = {"sparse": fr.optim.rowwise_adagrad(lr=0.1)}
 FEW = {"ranks": [2], "micro_batches": [2], "threads": [1, 2], "compiled": False}
@@ -56,7 +58,27 @@ def test_a_step_with_bits_of_its_own_fails():
     with pytest.raises(AssertionError) as caught:
         check_invariant_step(step_of(of_parts, invariant=True), DENSE, X, **FEW)
     assert "2 micro-batches" in caught.value.__notes__[0]
+    assert "one mean over the examples" in caught.value.__notes__[1]
     check_invariant_step(step_of(mean, invariant=True), DENSE, X, **{**FEW, "compiled": True})
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_the_mean_of_several_tasks_is_one_mean(is_weighted):
+    """A loss of two tasks adds those of an example first. So its metric, too, has the bits of micro-batches."""
+    tasks = fr.losses.multi_task([fr.losses.bce, fr.losses.huber], weights=(1.0, 0.3))
+
+    def loss_fn(params, batch):
+        x, w = batch
+        logits = x @ params.dense
+        labels = torch.stack([(x[:, 0] > 0).float(), x[:, 1] * 3], 1)
+        return tasks(torch.stack([logits, logits * 1.7], 1), labels, w if is_weighted else None)
+
+    one, parts = (step_of(loss_fn, invariant=True)(micro_batches=k) for k in (1, 2))
+    state = one.init(DENSE)
+    for seed in range(20):
+        x = torch.randn(512, 3, generator=torch.Generator().manual_seed(seed))
+        batch = x, (torch.arange(512) % 3).float()
+        assert_same_bits(one(state, batch), parts(state, batch))
 
 
 def test_signs_of_zero_are_bits():
@@ -76,4 +98,5 @@ def test_signs_of_zero_are_bits():
     assert caught.value.__notes__ == [
         "the values are equal; signs of zero differ",
         "funcrec.testing.check_invariant_step: for 2 micro-batches, of one process",
+        OF_PARTS,
     ]
