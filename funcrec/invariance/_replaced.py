@@ -66,6 +66,27 @@ def rounded_once(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def filled(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return f, which gets numbers in place of a tangent that torch keeps as zeros without memory.
+
+    torch makes numbers of such a tangent before most operators, but hands these few what it is.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        return f(*(torch.zeros(a.shape, dtype=a.dtype, device=a.device) if is_empty(a) else a for a in args), **kwargs)
+
+    return run
+
+
+def is_empty(x: Any) -> bool:
+    return isinstance(x, Tensor) and x._is_zerotensor()
+
+
+def scaled(x: Tensor, y: Any) -> Tensor:
+    """Return x y. Zeros without memory stay so: their product with inf is 0, too."""
+    return aten._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device) if is_empty(x) else times(x, y)
+
+
 def scaled_sum(x: Tensor, y: Any, alpha: Any = 1) -> Tensor:
     return x + (y if alpha == 1 else y * alpha)
 
@@ -212,13 +233,13 @@ REPLACED: dict[Any, Callable] = {
     aten.prod.dim_int: product,
     prims.var.default: variance,
     aten.add.Tensor: sum_with,
-    aten.add.Scalar: sum_with,
+    aten.add.Scalar: filled(sum_with),
     aten.sub.Tensor: rounded_once(scaled_difference),
     aten.sub.Scalar: rounded_once(scaled_difference),
     aten.rsub.Tensor: rounded_once(lambda x, y, *, alpha=1: y - (x if alpha == 1 else x * alpha)),
     aten.rsub.Scalar: rounded_once(lambda x, y, alpha=1: y - (x if alpha == 1 else x * alpha)),
     aten.mul.Tensor: times,
-    aten.mul.Scalar: times,
+    aten.mul.Scalar: scaled,
     aten.div.Tensor: rounded_once(lambda x, y: x / y),
     aten.div.Scalar: rounded_once(lambda x, y: x / y),
     aten.div.Tensor_mode: rounded_once(aten.div.Tensor_mode),
@@ -237,8 +258,8 @@ REPLACED: dict[Any, Callable] = {
     aten.baddbmm.default: biased(_sums.bmm),
     aten.mv.default: _sums.mv,
     aten.addmv.default: biased(_sums.mv),
-    aten.dot.default: _sums.dot,
-    aten.vdot.default: _sums.dot,
+    aten.dot.default: filled(_sums.dot),
+    aten.vdot.default: filled(_sums.dot),
     aten.sum.default: _sums.sum_all,
     aten.sum.dim_IntList: _sums.sum_of,
     aten.mean.default: _sums.mean_all,

@@ -42,6 +42,23 @@ def noise(*shape, seed=0):
 X, SQUARE = noise(5, 8, seed=3), noise(8, 8)
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, y: torch.add(y, x, alpha=0.3), lambda x, y: torch.addcmul(x, x, y, value=0.3),
+        lambda x, y: torch.addcdiv(y, y, x, value=0.3), lambda x, y: torch.dot(x[0], y[0]),
+        lambda x, y: torch.vdot(y[0], x[0]), lambda x, y: torch.addmm(y, x, SQUARE, alpha=0.3, beta=0.2),
+    ],
+    ids=["add", "addcmul", "addcdiv", "dot", "vdot", "addmm"],
+)  # fmt: skip
+def test_a_forward_derivative_by_one_of_two_is_torchs(f):
+    """torch keeps the tangent of the other as zeros without memory, which no operation here may read."""
+    for run in (f, lambda x, y: torch.func.grad(lambda x: f(x, y).square().sum())(x)):
+        along = lambda x, t, run=run: torch.func.jvp(lambda x: run(x, SQUARE[:5]), (x,), (t,))
+        for got, want in zip(fr.invariant(along)(X, X + 1), along(X, X + 1), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_an_error_says_what_to_write_in_place():
     """Each of these operators is named with calls that take its place; the ones that can be called here run."""
     hinted = {
