@@ -52,6 +52,15 @@ def clamp_max(x: Tensor, most: Any) -> Tensor:
     return clamp(x, None, most)
 
 
+def hardtanh(x: Tensor, least: float = -1, most: float = 1) -> Tensor:
+    return clamp(x, least, most)
+
+
+def hardtanh_backward(d: Tensor, x: Tensor, least: float, most: float) -> Tensor:
+    """Return d within the bounds. It is 0 at NaN, where torch's vectors have 0 and the last elements d."""
+    return torch.where((x > least) & (x < most), d, 0)
+
+
 def unsigned(x: Tensor) -> Tensor:
     """Return x, in which each zero is the positive one."""
     return torch.where(x == 0, 0.0, x) if x.is_floating_point() else x
@@ -148,6 +157,8 @@ REPLACED: dict[Any, Any] = {
     aten.clamp_min.Tensor: clamp,
     aten.clamp_max.default: clamp_max,
     aten.clamp_max.Tensor: clamp_max,
+    aten.hardtanh.default: hardtanh,
+    aten.hardtanh_backward.default: hardtanh_backward,
     **{op: with_unsigned(op) for op in (
         aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.max.dim, aten.min.default,
         aten.min.dim,

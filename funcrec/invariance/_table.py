@@ -32,7 +32,7 @@ EXACT = words("""
     cumprod cumsum
     as_strided_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_
     detach detach_ diagonal_copy diagonal_scatter div embedding empty empty_like empty_permuted empty_strided eq eye
-    fill fill_ flip floor fmax fmin fmod frac full full_like gather ge gt hardtanh hardtanh_backward heaviside
+    fill fill_ flip floor fmax fmin fmod frac full full_like gather ge gt heaviside
     index index_copy index_fill index_select isin isinf isnan item kthvalue le leaky_relu leaky_relu_backward lift
     lift_fresh lift_fresh_copy _local_scalar_dense logical_and logical_not logical_or logical_xor lt masked_fill
     masked_fill_ masked_scatter masked_select max maximum median min minimum mode mul nan_to_num narrow_copy ne neg

@@ -124,3 +124,15 @@ def test_values_are_read_inside():
     fr.testing.assert_trees_close(fr.invariant(call)(), call(), rtol=1e-6, atol=1e-6)
     with pytest.raises(TypeError, match="reads a tensor's value on the host"):
         fr.jit(fr.invariant(lambda x: x if x.sum() > 0 else -x))(torch.ones(3))
+
+
+@pytest.mark.parametrize("f", [F.hardtanh, F.relu6, lambda x: F.hardtanh(x, -0.5, 5.4)])
+def test_a_hard_tangent_has_one_value_and_one_derivative(f):
+    """Values and derivatives are those of an element alone, and those of a program: at NaN and at zeros, too."""
+    x = torch.tensor(NUMBERS * 3)
+    both = lambda x: (f(x), torch.func.grad(lambda x: f(x).sum())(x))
+    for got, want, alone in zip(fr.jit(fr.invariant(both))(x), fr.invariant(both)(x), zip(
+        *(fr.invariant(both)(x[i : i + 1]) for i in range(len(x))), strict=True
+    ), strict=True):  # fmt: skip
+        assert bits(got).equal(bits(want))
+        assert bits(torch.cat(alone)).equal(bits(want))
