@@ -226,6 +226,8 @@ def whole_power(x: Tensor, n: int) -> Tensor:
     """Return x^n by repeated squaring, for a small whole n."""
     if n < 0:
         return torch.reciprocal(whole_power(x, -n))
+    if n == 1:
+        return x.clone()
     out = None
     while n:
         out = (x if out is None else out * x) if n & 1 else out

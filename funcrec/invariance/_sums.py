@@ -58,7 +58,7 @@ def sum_of(
     x = wide(x if x.dtype.is_floating_point else x.to(dtype))
     x = x.double() if dtype == torch.float64 else x
     if not over or not x.dim():
-        return x.to(dtype)
+        return x.to(dtype, copy=True)
     kept, size = [d for d in range(x.dim()) if d not in over], lambda dims: math.prod(x.shape[d] for d in dims)
     shape = [1 if d in over else n for d, n in enumerate(x.shape) if keepdim or d not in over]
     first, last = over[0], over[-1]

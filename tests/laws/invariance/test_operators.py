@@ -59,6 +59,19 @@ def test_a_forward_derivative_by_one_of_two_is_torchs(f):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("f", [lambda x: x**1, lambda x: x[0, 0].sum(), lambda x: x[0, 0].mean(), lambda x: x + 0])
+def test_a_result_has_memory_of_its_own(f):
+    """A write to a result changes no argument, also where the result has the argument's numbers."""
+
+    def written(x):
+        f(x).add_(1)
+        return x.clone()
+
+    assert fr.invariant(written)(X.clone()).equal(X)
+    along = lambda x: torch.func.jvp(f, (x,), (x,))
+    assert fr.invariant(along)(X[:1].expand(3, 8))[0].equal(f(X[:1].expand(3, 8)))
+
+
 def test_an_error_says_what_to_write_in_place():
     """Each of these operators is named with calls that take its place; the ones that can be called here run."""
     hinted = {
