@@ -32,6 +32,7 @@ from funcrec.compile.backend._exchanges import fill_waits
 from funcrec.compile.backend._index_strides import of_sums
 from funcrec.compile.backend._one_library import Generated, generated, load, source
 from funcrec.compile.backend._onednn import faster_products
+from funcrec.compile.backend._scalars import once
 from funcrec.core import fail
 from funcrec.kernels import files
 
@@ -208,6 +209,7 @@ def knowing() -> Iterator[None]:
     from torch._inductor.codegen import common, cpp
     from torch._inductor.cpu_vec_isa import VecISA
     from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime import triton_compat
 
     with contextlib.ExitStack() as known:
@@ -218,6 +220,7 @@ def knowing() -> Iterator[None]:
         for patch in (*wrapping(), *raising()):
             known.enter_context(replaced(*patch))
         known.enter_context(replaced(cpp, "stride_at_vec_range", of_sums))
+        known.enter_context(replaced(GraphLowering, "run_node", once))
         known.enter_context(replaced(compile_fx, "joint_graph_passes", without_scaled_softmax))
         # It takes x * 0 for 0, where inf * 0 is NaN: https://github.com/pytorch/pytorch/pull/186281
         folder = joint_graph.UniformValueConstantFolder
