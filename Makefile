@@ -28,11 +28,13 @@ check: $(VENV)/.tested
 	$(RUN) -m pytest -q -rf -n 3 --dist loadgroup --alone tests/house tests/bad_inputs tests/laws --deselect tests/laws/test_right_or_raises.py
 
 # Lines and branches of funcrec and kernels that the tests run, also in processes that they start; some twice as long as `test`.
-# coverage's hooks in forked processes keep the file open that one test sees closed. Tests that fail are named, and the figure is printed all the same.
-FORKS = tests/laws/serve/test_publishers.py::test_a_forked_process_does_not_hold_the_folder
+# Tests that fail are named, and the figure is printed all the same. Two tests do not run under coverage: its hooks in forked processes keep a
+# file open that one sees closed; and a traced thread of Python 3.11 never goes on while an exception set from outside waits for another thread.
+UNTRACED = --deselect tests/laws/serve/test_publishers.py::test_a_forked_process_does_not_hold_the_folder \
+  --deselect tests/compile/test_interrupts.py::test_interrupted_from_another_thread
 coverage: $(VENV)/.tested serving
 	rm -rf build/coverage && mkdir -p build/coverage
-	-$(RUN) -m coverage run -m pytest -q -n 3 --dist loadgroup --deselect $(FORKS)
+	-$(RUN) -m coverage run -m pytest -q -n 3 --dist loadgroup $(UNTRACED)
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
 
