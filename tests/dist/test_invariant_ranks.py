@@ -104,6 +104,33 @@ def test_what_rounds_on_ranks_is_refused():
         )
 
 
+def test_two_sequences_of_one_table_have_a_lookup_each():
+    """Gradients of two sequences of a table in one lookup arrive rank by rank, so a step on ranks raises and names
+    both. With a lookup for each it has the bits of one process."""
+    features = [fr.FeatureConfig(name, table="t", pooling="none", max_length=2) for name in ("a", "b")]
+    lists = [[i % 7, i % 3] for i in range(512)]
+    ids = fr.KeyedJaggedTensor.from_lists({"a": lists, "b": lists[::-1]})
+    total = lambda found: sum((x.values * x.values.sin()).sum(1).mean() for x in found)
+
+    def together(params, ids):
+        return total(fr.lookup_sequence(params.tables, ids, features)[n] for n in ("a", "b"))
+
+    def apart(params, ids):
+        return total(fr.lookup_sequence(params.tables, ids, [f])[f.name] for f in features)
+
+    mesh = fr.Mesh.emulated(x=2)
+    ranks = {"mesh": mesh, "plan": fr.Plan.uniform("row_wise", {"t": (7, 4)}, mesh)}
+    params = fr.Params({"t": torch.linspace(-1, 1, 28).view(7, 4)}, {})
+
+    def trained(loss, **options):
+        step = fr.train_step(loss, sparse=fr.optim.sgd(0.1), invariant=True, **options)
+        return step(step.init(params), ids)[0]
+
+    with pytest.raises(ValueError, match=r"several sequences read table 't'[\s\S]*\['a', 'b'\]"):
+        trained(together, **ranks)
+    equal(fr.gather_state(trained(apart, **ranks), mesh).tables, trained(apart).tables)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dense_parameters_of_16_bits_are_refused(dtype):
     """Ranks and micro-batches round their gradients of 16-bit parameters, so `init` and a step raise before any work;
