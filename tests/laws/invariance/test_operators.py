@@ -56,7 +56,7 @@ def test_a_forward_derivative_by_one_of_two_is_torchs(f):
     for run in (f, lambda x, y: torch.func.grad(lambda x: f(x, y).square().sum())(x)):
         along = lambda x, t, run=run: torch.func.jvp(lambda x: run(x, SQUARE[:5]), (x,), (t,))
         for got, want in zip(fr.invariant(along)(X, X + 1), along(X, X + 1), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("f", [lambda x: x**1, lambda x: x[0, 0].sum(), lambda x: x[0, 0].mean(), lambda x: x + 0])
