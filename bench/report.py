@@ -33,7 +33,7 @@ def load(folder: Path) -> list[dict]:
     """Return the last line of each case, from the machine of the newest line."""
     paths = [folder / f"{name}.jsonl" for name in ("bandwidth", *TABLED, "overhead", "first_step")]
     lines = [json.loads(text) for p in paths if p.exists() for text in p.read_text().splitlines()]
-    lines = [x for x in lines if "case" in x]
+    lines = [x for x in lines if "case" in x and "group" in x]  # other programs write figures of their own there
     lines = [x for x in lines if not x.get("tiny") and not x.get("implementation")] or lines
     if not lines:
         return []
