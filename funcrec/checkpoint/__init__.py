@@ -6,6 +6,7 @@ from funcrec.checkpoint._asynchronous import settle as settle
 from funcrec.checkpoint._checkpoint import load as load
 from funcrec.checkpoint._checkpoint import load_as as load_as
 from funcrec.checkpoint._checkpoint import save as save
+from funcrec.checkpoint._checkpoint import save_owned as save_owned
 from funcrec.checkpoint._like import difference_problems as difference_problems
 from funcrec.checkpoint._safetensors import load_safetensors as load_safetensors
 from funcrec.checkpoint._safetensors import save_safetensors as save_safetensors

@@ -27,6 +27,7 @@ from funcrec.checkpoint._like import difference_problems, given_problems, of_ste
 from funcrec.checkpoint._place import Reader, Target, device_of, place_of, placed, target_problems
 from funcrec.checkpoint._rank_parts import is_of_ranks, ranks_of
 from funcrec.checkpoint._same_layout import emulated_mesh_of, layout_problems, sharded_in, target_like
+from funcrec.checkpoint._steps import Keep
 from funcrec.checkpoint._tree_json import CodeError, decode, transform_problems
 from funcrec.core import Count, Problem, Size, check, fail, sure, typed
 from funcrec.files import Url, as_path, open_file, steady
@@ -141,8 +142,27 @@ def save(
     """
     where = as_path(SAVE, path, remote=True)
     check(SAVE, transform_problems(), copy_problems(asynchronous, copy_bytes), step_problems(keep, step))
+    return write(where, tree, mesh, None if keep is None else Keep(keep), step, asynchronous, copy_bytes)
+
+
+@called_by_all_ranks(is_of_ranks)
+def save_owned(
+    path: Path, tree: Any, *, keep: int, owns: Callable[[], bool], step: int, asynchronous: bool
+) -> Path | Saving:
+    """Write a checkpoint as `save` with `keep` does, to a folder of one run.
+
+    The first rank removes others only if owns(), and then also those of higher steps.
+    """
+    return write(path, tree, None, Keep(keep, owns), step, asynchronous, None)
+
+
+def write(
+    path: Path, tree: Any, mesh: Mesh | None, keep: Keep | None, step: int | None, asynchronous: bool,
+    copy_bytes: int | None,
+) -> Path | Saving:  # fmt: skip
+    """Write a checkpoint, or begin to: the last save comes to its end first."""
     settle()
-    job = job_of(where, tree, mesh, keep, step, asynchronous)
+    job = job_of(path, tree, mesh, keep, step, asynchronous)
     if not asynchronous:
         job.run(lambda: None, job.ranks)
         return job.path

@@ -23,7 +23,7 @@ from funcrec.checkpoint._folder import (
 )
 from funcrec.checkpoint._format import write_file
 from funcrec.checkpoint._rank_parts import Seen, Writers, equal_problems, told_of, where_of
-from funcrec.checkpoint._steps import remove_older, step_of, step_path
+from funcrec.checkpoint._steps import Keep, remove_older, step_of, step_path
 from funcrec.checkpoint._tree_json import CodeError, Encoded, encode
 from funcrec.core import Problem, check
 from funcrec.files import write_whole
@@ -45,7 +45,7 @@ class Job(NamedTuple):
     ranks: Ranks
 
 
-def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int | None, asynchronous: bool) -> Job:
+def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: Keep | None, step: int | None, asynchronous: bool) -> Job:
     """Return the job that writes one file, or a folder with a file for each rank."""
     seen = Seen([], [], [])
     encoded = encode(tree, "tree", seen.see)
@@ -68,7 +68,7 @@ def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int
 
 
 def folder_job(
-    path: Path, encoded: Encoded, seen: Seen, where: Writers, keep: int | None, step: int | None, asynchronous: bool
+    path: Path, encoded: Encoded, seen: Seen, where: Writers, keep: Keep | None, step: int | None, asynchronous: bool
 ) -> Job:
     """Return the job that writes the file of every rank, and then the manifest."""
     ranks = Ranks() if where.is_emulated else Ranks.of_group(None)
@@ -78,7 +78,7 @@ def folder_job(
         name = "" if keep is None else step_path(path, step_of(seen, step)).name
         return {**told_of(encoded.leaves, where, seen), "name": name, "token": secrets.token_hex(8), "said": said}
 
-    said = {"mesh": repr(where.sizes), "keep": repr(keep), "asynchronous": repr(asynchronous)}
+    said = {"mesh": repr(where.sizes), "keep": repr(keep and keep.count), "asynchronous": repr(asynchronous)}
     told = together(ranks, CALL, "save its tree", describe)
     check(CALL, apart_problems([own["said"] for own in told]))
     check(CALL, equal_problems(where, seen, told))

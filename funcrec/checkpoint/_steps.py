@@ -6,7 +6,9 @@ folder/step-0000001200: a file, or a folder of ranks
 import contextlib
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from funcrec.checkpoint._asynchronous import finish
 from funcrec.checkpoint._folder import MANIFEST, OURS, STEP, is_folder, read_manifest
@@ -74,23 +76,39 @@ def is_whole(path: Path) -> bool:
         return False
 
 
-def remove_older(path: Path, keep: int) -> None:
-    """Remove old checkpoints of a folder, so that `keep` checkpoints stay.
+class Keep(NamedTuple):
+    """The number of checkpoints that a folder keeps.
 
-    `path` always stays, and counts as one of them.
+    owns: () -> whether the folder is the run's that saves. Then no checkpoint is newer than its last one. None: anyone
+    may save there.
+    """
+
+    count: int
+    owns: Callable[[], bool] | None = None
+
+
+def remove_older(path: Path, keep: Keep) -> None:
+    """Remove old checkpoints of a folder, so that `keep.count` checkpoints stay.
+
+    `path` always stays, and counts as one of them. With an owner, checkpoints of higher steps are what an earlier owner
+    wrote last, and are removed. The list is made before the owner is asked: what a newer owner writes is not in it.
     """
     found = steps_in(path.parent)
-    others = (found[n] for n in sorted(found, reverse=True) if found[n] != path)
-    stays = list(itertools.islice(filter(is_whole, others), keep - 1))
+    last = int(path.name.removeprefix("step-")) if keep.owns else max(found, default=0)
+    others = (found[n] for n in sorted(found, reverse=True) if found[n] != path and n <= last)
+    stays = list(itertools.islice(filter(is_whole, others), keep.count - 1))
+    if keep.owns is not None and not keep.owns():
+        return
     for old in found.values():
         if old != path and old not in stays:
             remove(old)
     flush(path.parent)
 
 
-def remove_all(folder: Path) -> None:
-    """Remove the checkpoints of a folder, the newest last."""
-    for _, path in sorted(steps_in(folder).items()):
+def remove_all(folder: Path, owns: Callable[[], bool]) -> None:
+    """Remove the checkpoints of a folder, the newest last, if it is the run's when the list is made."""
+    found = sorted(steps_in(folder).items())
+    for _, path in found if owns() else ():
         remove(path)
 
 

@@ -1,5 +1,13 @@
 """Files and folders that are complete or absent, here or in stores; folders opened once; tensors with CRCs."""
 
+from funcrec.files._lock import WITHOUT as WITHOUT
+from funcrec.files._lock import closed_by_fork as closed_by_fork
+from funcrec.files._lock import form_of as form_of
+from funcrec.files._lock import is_at as is_at
+from funcrec.files._lock import lock as lock
+from funcrec.files._lock import read_form as read_form
+from funcrec.files._lock import this_process as this_process
+from funcrec.files._lock import write_form as write_form
 from funcrec.files._opened import Folder as Folder
 from funcrec.files._opened import OpenFile as OpenFile
 from funcrec.files._tensor_bytes import CHUNK as CHUNK

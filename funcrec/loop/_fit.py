@@ -38,6 +38,7 @@ from funcrec.loop._diverged import Divergence
 from funcrec.loop._epochs import Limits, best_epoch, is_finished, monitor_problems
 from funcrec.loop._evaluate import ANY, evaluation
 from funcrec.loop._fitted import Fitted, S
+from funcrec.loop._owner import Owner
 from funcrec.loop._progress import Progress
 from funcrec.loop._ranks import is_chief, questions
 from funcrec.loop._run_state import (
@@ -128,8 +129,9 @@ def fit(
       save_every_minutes: a number n. `fit` also writes the checkpoint n minutes after the last one, by the clock of the
         first rank, between two steps. Ranks ask the first rank at every 16th step.
       keep: the number of newest checkpoints in the folder `checkpoint`, each named by its step (`fr.latest`). Ranks
-        then write their own parts of a sharded state, and gather nothing. None: `checkpoint` is one file of whole
-        tables.
+        then write their own parts of a sharded state, and gather nothing. The folder has one run at a time: while a run
+        lives, a second run raises before any work. In a store, and on a disk without locks, the newer run takes the
+        folder, and the older one raises before its next checkpoint. None: `checkpoint` is one file of whole tables.
       save_asynchronously: whether to copy what this rank writes, and to train on while a thread writes the copy. An
         error of the thread is raised at the next checkpoint, or at the end, which waits for the last checkpoint.
       resume: whether to continue from the checkpoint; "auto" if there is one. The result has the bits of an
@@ -167,6 +169,7 @@ def fit(
     Raises:
       TypeError, ValueError: if arguments do not fit; before the first step.
       CheckError: if ids are outside their tables.
+      ValueError: if another run keeps checkpoints in the folder, or has taken it.
       ValueError: if a label or a weight is not one that the loss takes. Its note names the batch. With `jit`, the error
         comes after the step, which had a loss of NaN.
       DivergedError: if a loss is NaN, infinite or greater than 1e20, or if parameters are NaN or infinite at an epoch's
@@ -198,13 +201,14 @@ def fit(
     work = Work(
         step, bad_ids.watching(loader), evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings),
         tuple(callbacks), check_batch, progress, mesh, place, sync or (lambda state: state), order_of(loader),
-        trial_of(step) if validate is None else None, Clock(save_every_minutes), bad_ids, keep, save_asynchronously,
+        trial_of(step) if validate is None else None, Clock(save_every_minutes), bad_ids,
+        Owner(path if keep else None, mesh), keep, save_asynchronously,
     )  # fmt: skip
     limits = Limits(epochs, monitor, mode, patience)
     check("funcrec.fit", work_problems(work), clock_problems(save_every_minutes, sync))
     check("funcrec.fit", loader_problems(loader), place_problems(state, mesh))
     listens = stop is None and path is not None
-    with watch(mesh), listen() if listens else contextlib.nullcontext(stop or (lambda: 0)) as asked:
+    with watch(mesh), listen() if listens else contextlib.nullcontext(stop or (lambda: 0)) as asked, work.owner.hold():
         found = find(work)
         check("funcrec.fit", resume_problems(work, found, resume, overwrite))
         try:
@@ -229,6 +233,7 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
         check("funcrec.fit", item_problems(first, run.position))
         check_first_batch(work, run.state, sure(first)[1])
         try_evaluate(work, run)
+        work.owner.claim()
         items = itertools.chain([first], items)
         if run.position == Position():  # an interrupt then has a checkpoint
             make_room(work)

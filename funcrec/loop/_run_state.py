@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from funcrec.cached import CachedStep
-from funcrec.checkpoint import difference_problems, latest, load, load_as, remove_all, save, settle
+from funcrec.checkpoint import difference_problems, latest, load, load_as, remove_all, save, save_owned, settle
 from funcrec.core import Problem, check, describe, fail, sure, tree_leaves
 from funcrec.data import Position
 from funcrec.loop._bad_ids import BadIds
+from funcrec.loop._owner import Owner
 from funcrec.loop._ranks import is_chief
 from funcrec.loop._watch import at
 from funcrec.mesh import Mesh, Ranks, say
@@ -51,6 +52,7 @@ class Work(NamedTuple):
     trial: Callable[..., None] | None  # tries the loss on the first state and batch, before any work
     clock: "Clock"
     bad_ids: BadIds
+    owner: Owner
     keep: int | None = None
     asynchronous: bool = False
 
@@ -114,6 +116,7 @@ def save_run(work: Work, run: Run) -> None:
     if work.checkpoint is None:
         return
     at(f"the checkpoint of epoch {run.position.epoch}, batch {run.position.batch}")
+    work.owner.check()
     more = {"options": work.settings, "monitor": [work.monitor, work.mode], "order": work.order}
     if isinstance(work.step, CachedStep):
         settle()  # stores return by one commit at most, to the state of the last checkpoint that is whole
@@ -123,17 +126,18 @@ def save_run(work: Work, run: Run) -> None:
     if is_sharded(run.state) and not in_parts:
         tree["state"] = gather_state(run.state, sure(work.mesh))
     if in_parts or is_chief(work.mesh):
-        step: dict[str, Any] = {}
-        step |= {} if work.keep is None else {"keep": work.keep, "step": steps_of(run.history) + run.position.batch}
-        save(work.checkpoint, tree, asynchronous=work.asynchronous, **step)
+        if work.keep is None:
+            save(work.checkpoint, tree, asynchronous=work.asynchronous)
+        else:
+            own, step = {"keep": work.keep, "owns": work.owner.owns}, steps_of(run.history) + run.position.batch
+            save_owned(work.checkpoint, tree, step=step, asynchronous=work.asynchronous, **own)
     work.clock.saved_s = time.monotonic()
 
 
 def make_room(work: Work) -> None:
-    """Make a folder for `keep` checkpoints, and remove checkpoints of another run from it."""
+    """Remove checkpoints of an earlier run from the folder for `keep` checkpoints."""
     if work.checkpoint is not None and work.keep is not None and is_chief(work.mesh):
-        work.checkpoint.mkdir(exist_ok=True)
-        remove_all(work.checkpoint)
+        remove_all(work.checkpoint, work.owner.owns)
 
 
 def load_run(work: Work, state: Any, path: Path) -> Run:

@@ -1,8 +1,10 @@
 """On real ranks, example weights and evaluation give the results of one process."""
 
 import pytest
+import torch
 from programs import loops
 
+import funcrec as fr
 from funcrec.testing import assert_trees_close
 
 
@@ -45,3 +47,19 @@ def test_the_first_rank_says_when_minutes_are_over(ranks, tmp_path):
     first, second = ranks(2).run(loops.saved_by_the_clock, str(tmp_path / "run.pt"), 3.0)
     assert first == second
     assert first[0] == [(0, 0), (0, 15), (0, 31)]
+
+
+def test_a_folder_of_checkpoints_has_one_job(ranks, tmp_path):
+    """All ranks of a job raise while another run keeps checkpoints in their folder. When it has ended, they go on."""
+    ended = []
+
+    def callback(record):
+        if record.when == "epoch":
+            ended.extend(ranks(2).run(loops.kept, str(tmp_path / "run")))
+
+    add = lambda total, batch: (total + batch, {"loss": total})
+    fr.fit(add, torch.tensor(0.0), [1.0] * 4, epochs=1, checkpoint=tmp_path / "run", keep=2, callbacks=[callback])
+    (first, said), (second, told) = ended
+    assert first is second is None and "is the folder of a run that goes on" in said
+    assert "rank 0 could not hold the folder" in told and "is the folder of a run that goes on" in told
+    assert ranks(2).run(loops.kept, str(tmp_path / "run")) == [(8.0, None)] * 2

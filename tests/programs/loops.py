@@ -116,3 +116,14 @@ def saved_by_the_clock(path, minutes):
     how = {"checkpoint": path, "save_every_minutes": minutes, "callbacks": [callback], "mesh": mesh}
     fr.fit(add, torch.tensor(0.0), [1.0] * 40, epochs=1, **how)
     return seen, at
+
+
+def kept(path):
+    """Return (the end of a run that keeps checkpoints, None), or (None, the text of its error)."""
+    torch.distributed.barrier()
+    add = lambda total, batch: (total + batch, {"loss": total})
+    how = {"checkpoint": path, "keep": 2, "resume": "auto", "mesh": fr.Mesh.distributed(data=2)}
+    try:
+        return fr.fit(add, torch.tensor(0.0), [1.0] * 4, epochs=2, **how).state.item(), None
+    except ValueError as error:
+        return None, str(error)

@@ -4,10 +4,8 @@
 """
 
 import contextlib
-import fcntl
 import json
 import os
-import secrets
 import socket
 import weakref
 from collections.abc import Callable, Mapping
@@ -15,12 +13,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from funcrec.core import fail
-from funcrec.files import Url
+from funcrec.files import Url, closed_by_fork, form_of, is_at, lock, read_form, this_process, write_form
 from funcrec.serve.freshness._published import claim_name, claim_of, piece_of, pieces
 
 FILE = ".publisher"
-TOKEN = secrets.token_hex(8)  # two machines may give their processes the same number
-MOST = 1 << 16  # bytes of the file that are read
 
 
 class Hold:
@@ -34,7 +30,7 @@ class Hold:
         self.call, self.folder, self.run, self.digest = call, folder, run, digest
         self.fd: int | None = None
         self.close: Callable[[], None] = lambda: None
-        HOLDS.add(self)
+        closed_by_fork(self)
 
     def keep(self) -> None:
         try:
@@ -42,7 +38,7 @@ class Hold:
                 self.take()
                 return
             lock(self.fd)  # an older publisher of this process may have left
-            owner = read(self.fd)
+            owner = read_form(self.fd)
         except OSError as error:
             got, need = error.strerror or str(error), "a folder to write to, whose files can be locked"
             fail(self.call, f"`{self.folder}` cannot be held.", got=got, need=need, kind=type(error))
@@ -56,12 +52,12 @@ class Hold:
         self.fd = os.open(self.folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
         self.close = weakref.finalize(self, os.close, self.fd)
         try:
-            is_locked, owner = lock(self.fd), read(self.fd)
+            is_locked, owner = lock(self.fd), read_form(self.fd)
             if not is_locked and owner.get("process") != this_process():
                 refuse(self, owner)
             if owner.get("manifest", self.digest) != self.digest and pieces(self.folder):
                 fail_of_other(self, owner)
-            write(self.fd, content_of(self))
+            write_form(self.fd, content_of(self))
         except BaseException:
             self.close()
             self.fd = None
@@ -137,58 +133,3 @@ def fail_of_other(hold: "Hold | UrlHold", owner: Mapping[str, str]) -> NoReturn:
 def content_of(hold: "Hold | UrlHold") -> dict[str, str]:
     who = f"process {os.getpid()} of {socket.gethostname()}, run {hold.run}"
     return {"who": who, "process": this_process(), "run": hold.run, "manifest": hold.digest}
-
-
-def let_go() -> None:
-    """Release the locks in a forked process.
-
-    A forked process inherits the open files of its parent, and with them the lock. If the parent were killed, the
-    forked process would still hold the folder.
-    """
-    for hold in list(HOLDS):
-        hold.close()
-        hold.fd = None
-
-
-HOLDS: weakref.WeakSet[Hold] = weakref.WeakSet()
-os.register_at_fork(after_in_child=let_go)
-
-
-def this_process() -> str:
-    return f"{TOKEN}-{os.getpid()}"  # a forked process has another id than its parent
-
-
-def is_at(fd: int, path: Path) -> bool:
-    """Return whether the open file is still the file at the path. The folder may have been removed."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except OSError:
-        return False
-
-
-def lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def read(fd: int) -> dict[str, str]:
-    """Return the content of the file; {} if it is half written."""
-    return form_of(os.pread(fd, MOST, 0))
-
-
-def form_of(data: bytes) -> dict[str, str]:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        return {}
-    is_form = isinstance(found, dict) and all(isinstance(x, str) for x in found.values())
-    return found if is_form else {}
-
-
-def write(fd: int, content: dict[str, str]) -> None:
-    data = json.dumps(content).encode()
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, data, 0)

@@ -39,7 +39,7 @@ def test_checkpoints_are_those_of_a_loop_that_waits(keep, tmp_path):
     want = fit(tmp_path / "waits", keep=keep)
     got = fit(tmp_path / "beside", keep=keep, save_asynchronously=True)
     assert_trees_close((got.state, got.best), (want.state, want.best), rtol=0, atol=0)
-    names = lambda at: sorted(p.name for p in at.iterdir()) if keep else [""]
+    names = lambda at: sorted(p.name for p in at.glob("step-*")) if keep else [""]
     assert names(tmp_path / "beside") == names(tmp_path / "waits")
     for name in names(tmp_path / "waits"):
         assert_trees_close(content(tmp_path / "beside" / name), content(tmp_path / "waits" / name), rtol=0, atol=0)
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_failed_ends_the_run(failing, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         fit(tmp_path / "run", keep=20, save_asynchronously=True, callbacks=[look])
     monkeypatch.undo()
-    whole = [int(p.name[5:]) for p in sorted((tmp_path / "run").iterdir())]
+    whole = [int(p.name[5:]) for p in sorted((tmp_path / "run").glob("step-*"))]
     assert len(seen) <= failing and (not whole or fr.latest(tmp_path / "run").name.endswith(str(whole[-1])))
     if whole:
         end = fit(tmp_path / "run", keep=20, resume=True)

@@ -103,10 +103,10 @@ def test_the_newest_are_kept(tmp_path, axes):
         return callback
 
     want = fr.fit(step, begin(), load_two, **how, mesh=mesh)
-    assert sorted(p.name for p in path.iterdir()) == ["step-0000000005", "step-0000000006"]
+    assert sorted(p.name for p in path.iterdir()) == [".run", "step-0000000005", "step-0000000006"]
     with pytest.raises(KeyError):
         fr.fit(step, begin(), load_two, **how, mesh=mesh, callbacks=[stop_at(4)], overwrite=True)
-    assert sorted(p.name for p in path.iterdir()) == ["step-0000000002", "step-0000000003"]
+    assert sorted(p.name for p in path.iterdir()) == [".run", "step-0000000002", "step-0000000003"]
     newest = fr.latest(path)
     (newest / "manifest" if axes else newest).write_bytes(b"half")
     done = fr.fit(step, begin(), load_two, **how, mesh=mesh, callbacks=[stop_at(9)], resume="auto")
