@@ -46,8 +46,8 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor
     low, high = (x.amin(1), x.amax(1)) if x.shape[1] else (x.new_zeros(x.shape[0]),) * 2
     low = torch.where(low == 0, 0, low)  # amin may return -0 or +0; this gives +0 for both
     bias = _to_half(low, down=True, directed=key is not None)
-    reach = high - bias.to(torch.float32)
-    scale = _to_half(reach / most, down=False, directed=key is not None)
+    reach = high - bias.to(torch.float32)  # divided by a tensor: torch multiplies by 1 / number on CUDA
+    scale = _to_half(reach / torch.full_like(reach, most), down=False, directed=key is not None)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # All numbers of such a row equal the bias.
     lost = ~(bias.isfinite() & scale.isfinite() & low.isfinite() & high.isfinite())
     place = x - bias.to(torch.float32)[:, None]

@@ -30,7 +30,7 @@ from funcrec.kernels.triton.draws import draw_rows_, initial_rows
 from funcrec.kernels.triton.invariant import invariant_bmm, invariant_sum
 from funcrec.kernels.triton.jagged import bucketize, from_padded, take_ranges, take_ranges_transpose, to_padded
 from funcrec.kernels.triton.lookup import gather_rows, pooled_lookup, pooled_lookup_weights, scatter_rows_
-from funcrec.kernels.triton.quantized import quantized_lookup, quantized_rows
+from funcrec.kernels.triton.quantized import quantize_rows, quantized_lookup, quantized_rows
 from funcrec.kernels.triton.segments import coalesce, expand
 from funcrec.kernels.triton.settling import settle_columns_, settle_ids_
 from funcrec.kernels.triton.update import fused_update_
@@ -41,7 +41,7 @@ owner_blocks = blocks_by(take_ranges, bucketize, lambda values, device: launch.p
 __all__ = [
     "admit_columns", "admit_ids", "bucketize", "coalesce", "draw_rows_", "expand", "find_columns", "find_ids",
     "from_padded", "fused_update_", "gather_rows", "initial_rows", "invariant_bmm", "invariant_sum", "jagged_attention",
-    "jagged_attention_transpose", "owner_blocks", "pooled_lookup", "pooled_lookup_weights", "quantized_lookup",
-    "quantized_rows", "scatter_rows_",
-    "settle_columns_", "settle_ids_", "take_ranges", "take_ranges_transpose", "to_padded",
+    "jagged_attention_transpose", "owner_blocks", "pooled_lookup", "pooled_lookup_weights", "quantize_rows",
+    "quantized_lookup", "quantized_rows", "scatter_rows_", "settle_columns_", "settle_ids_", "take_ranges",
+    "take_ranges_transpose", "to_padded",
 ]  # fmt: skip

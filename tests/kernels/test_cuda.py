@@ -59,6 +59,21 @@ def test_large_lookups_and_gradients(dtype, dim, ints):
         assert torch.equal(grads, again[1])
 
 
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize(("dtype", "dim"), [(F32, 64), (F16, 7), (BF16, 128), (F64, 1030)])
+def test_quantised_rows_have_the_cpu_s_bytes(bits, dtype, dim):
+    """Quantised rows of a device are the reference's on a CPU, byte for byte: by default and by the reference, to the
+    nearest code, at random by one key and by a key for each row."""
+    draw = torch.Generator().manual_seed(dim)
+    table = (torch.randn(R, dim, generator=draw) * 10 ** (8 * torch.rand(R, 1, generator=draw) - 4)).to(dtype)
+    table[::7, 0] = torch.nan
+    keys = torch.randint(-(2**63), 2**63 - 1, (R,), generator=draw)
+    for key in (None, torch.tensor(5), keys):
+        want = reference.quantize_rows(table, bits, key)
+        for how in (None, "reference"):
+            assert torch.equal(ops.quantize_rows(*to_cuda((table, bits, key)), implementation=how).cpu(), want)
+
+
 def assert_near(got, want):
     want = want.double()
     assert ((got.cpu().double() - want).abs() <= 2e-4 * (want.abs() + want.abs().mean() + 1e-3)).all()

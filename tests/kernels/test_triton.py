@@ -277,6 +277,9 @@ kernels.pooled_lookup_weights(d[0], tables, rows, offsets, weights, features)
 for bits in (8, 4, 2):
     codes = [torch.zeros(32, 4 + 8 * bits // 8, dtype=torch.uint8)] * 2
     kernels.quantized_rows(codes[0], rows[0], bits, 8)
+    for dtype, key in ((torch.float32, None), (torch.bfloat16, offsets[0].long()), (torch.float64, rows[0][:32])):
+        kernels.quantize_rows(torch.zeros(32, 24, dtype=dtype), bits, key)
+        kernels.quantize_rows(torch.zeros(32, 1030, dtype=dtype).T[:32], bits, key)
     kernels.quantized_lookup(codes, rows, offsets, weights, [*features[:13], 8], 16, [bits] * 2, [8, 8])
 kernels.scatter_rows_(tables[0], rows[0], torch.tensor(3), kernels.gather_rows(tables[0], rows[0]))
 kernels.expand(d, rows, [offsets], [weights], segments, [32, 64, 32, 64])

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs triton")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from funcrec.kernels import cpp, ops
+from funcrec.kernels import cpp, ops, reference
 
 KINDS = (
     (8, torch.uint8), (4, torch.uint8), (2, torch.uint8), (16, torch.float16), (16, torch.bfloat16), (32, torch.float32)
@@ -102,3 +102,59 @@ def test_what_is_no_table_of_codes_raises(call):
         call("quantized_lookup", [table.t().contiguous().t()], *given, [8], [5])
     with pytest.raises(ValueError, match="do not reach the last bag"):
         call("quantized_lookup", [table], [one], torch.tensor([0]), None, [0] * 7, 1, [8], [5])
+
+
+F16_EDGES = (torch.nan, torch.inf, -torch.inf, 1.8e7, -65536.0, 65504.0, 65520.0, -65519.0, 3e38, 2.0**-24, -0.0, 0.0)
+
+
+def rows_to_quantize(num_rows: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return rows of many sizes around many centres. Some rows are constant, and some hold what f16 does not."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.rand(shape, generator=g, dtype=torch.float64)
+    x = (draw(num_rows, dim) - 0.5) * 10 ** (draw(num_rows, 1) * 12 - 8) + (draw(num_rows, 1) - 0.5) * 900
+    x = torch.where(draw(num_rows, 1) < 0.2, x[:, :1], x)
+    edges = torch.tensor(F16_EDGES, dtype=torch.float64)[torch.randint(len(F16_EDGES), (num_rows, dim), generator=g)]
+    wild = draw(num_rows, 1) < 0.3
+    some = draw(num_rows, dim) < torch.where(draw(num_rows, 1) < 0.5, 1.0, 1 / max(dim, 1))
+    return torch.where(wild & some, edges, x).to(dtype)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_rows_have_the_reference_s_bytes(call, bits, dtype):
+    """The kernel writes the bytes of the reference: to the nearest code, at random by one key, and by a key for each
+    row, with other rows after the table's and for any strides."""
+    for num_rows, dim in itertools.product((0, 1, 9), (0, 1, 3, 127, 128, 1030)):
+        x = rows_to_quantize(num_rows, dim, dtype, num_rows + dim)
+        keys = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=torch.Generator().manual_seed(dim))
+        for key in (None, torch.tensor(-1234567), keys):
+            want = reference.quantize_rows(x, bits, key)
+            assert torch.equal(call("quantize_rows", x, bits, key), want), (num_rows, dim, key)
+    wide = rows_to_quantize(13, 22, dtype, 1)
+    for x in (wide[2:11, 1:20], wide[::3, ::2], wide.t(), wide.flip(1)[:, 3:], wide[:1].expand(5, 22)):
+        assert torch.equal(
+            call("quantize_rows", x, bits, torch.tensor(5)), reference.quantize_rows(x, bits, torch.tensor(5))
+        )
+        assert torch.equal(call("quantize_rows", x, bits), reference.quantize_rows(x.contiguous(), bits))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_numbers_come_back_within_a_step(call, bits):
+    """The numbers that the codes encode are within half a step of the row's, and at random within a step, in f64."""
+    x = torch.randn(20, 33, generator=torch.Generator().manual_seed(bits), dtype=torch.float64).float()
+    for key, steps in ((None, 0.5), (torch.tensor(3), 1.0)):
+        coded = call("quantize_rows", x, bits, key)
+        got = torch.tensor([read(bytes(row.tolist()), bits, 33) for row in coded], dtype=torch.float64)
+        step = (x.amax(1) - x.amin(1)).double()[:, None] / (2**bits - 1)
+        lost = x.amin(1).abs().double()[:, None] * 2.0**-10
+        assert ((got - x.double()).abs() <= step * steps * (1 + 2.0**-10) + lost).all()
+
+
+def test_what_cannot_be_coded_raises(call):
+    """Codes of other bits, tables of whole numbers, and keys that do not fit raise with names."""
+    with pytest.raises(ValueError, match="there are no such codes"):
+        call("quantize_rows", torch.ones(2, 3), 3, None)
+    with pytest.raises(TypeError, match="`table` is not a table"):
+        call("quantize_rows", torch.ones(2, 3, dtype=torch.int64), 8, None)
+    with pytest.raises(ValueError, match="`key` is not a key"):
+        call("quantize_rows", torch.ones(2, 3), 8, torch.arange(3))
