@@ -153,7 +153,8 @@ def save_owned(
 
     The first rank removes others only if owns(), and then also those of higher steps.
     """
-    return write(path, tree, None, Keep(keep, owns), step, asynchronous, None)
+    where = as_path(SAVE, path, remote=True)
+    return write(where, tree, None, Keep(keep, owns), step, asynchronous, None)
 
 
 def write(
