@@ -9,13 +9,11 @@ HINTS = {  # beginnings of operators' names: words
         "fr.random with a key, such as fr.random.bernoulli(key, ...)"
     ),
     "convolution _convolution mkldnn_convolution conv": "x.unfold(-1, size, step), and torch.einsum with the weights",
-    "avg_pool adaptive_avg _adaptive_avg": "x.unfold(-1, size, step).mean(-1)",
     "_embedding_bag": "fr.lookup, or torch.nn.functional.embedding(ids, x).sum(1)",
     "scatter_reduce segment_reduce index_reduce": "fr.bag_reduce for bags, x.scatter_add for sums, reduce='amax'",
     "bincount histc histogram": "torch.zeros(n).index_add(0, ids, weights)",
     "_cdist _pdist cdist": "torch.linalg.vector_norm(x[:, None] - y, dim=-1)",
     "_trilinear": "torch.einsum('bi,oij,bj->bo', x, weights, y)",
-    "logcumsumexp _logcumsumexp": "m = x.amax(dim, True); (x - m).exp().cumsum(dim).log() + m",
     "cond while_loop": "fr.cond, fr.while_loop, fr.fori_loop",
     "hypot": "(x * x + y * y).sqrt()",
     "_foreach _fused": "a loop over the tensors (foreach=False)",

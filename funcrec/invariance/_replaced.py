@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.invariance import _attention, _circular, _error_function, _extrema, _functions, _sums
+from funcrec.invariance import _attention, _circular, _error_function, _extrema, _functions, _sums, _windows
 from funcrec.invariance._functions import widened
 from funcrec.mesh import REDUCE, reduced_in_order
 
@@ -217,6 +217,46 @@ def product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: 
     return last.clone() if keepdim else last.squeeze(dim).clone()
 
 
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    """Return log Σ e^x over the elements up to each: m + log s, with their greatest number m and s = Σ e^(x - m).
+
+    Windows of 1, 2, 4, … elements join their left neighbours. So an element does not see those after it.
+    """
+    if not x.dim() or not x.is_floating_point():
+        return aten.logcumsumexp(x, dim)
+    most, total, size, length = x, torch.ones_like(x), 1, x.shape[dim]
+    while size < length:
+        pad = lambda y, value, size=size: torch.cat(
+            [torch.full_like(y.narrow(dim, 0, size), value), y.narrow(dim, 0, length - size)], dim
+        )
+        left, of_left = pad(most, -math.inf), pad(total, 0.0)
+        less = functions["exp"](-torch.where(left == most, 0.0, (left - most).abs()))
+        total = torch.where(left > most, of_left + total * less, total + of_left * less)
+        most, size = _extrema.maximum(left, most), 2 * size
+    return most + functions["log"](total)
+
+
+def shrink_backward(d: Tensor, x: Tensor, bound: float) -> Tensor:
+    return torch.where((x >= -bound) & (x <= bound), 0, d)
+
+
+def glu_jvp(out: Tensor, x: Tensor, dx: Tensor, dim: int) -> Tensor:
+    """Return the tangent of a σ(b), where a and b are the halves of x."""
+    (_, b), (da, db) = x.chunk(2, dim), dx.chunk(2, dim)
+    gate = functions["sigmoid"](b)
+    return da * gate + db * (out - out * gate)
+
+
+def glu_backward_jvp(d_x: Tensor, d: Tensor, x: Tensor, dd: Tensor, dx: Tensor, dim: int) -> Tensor:
+    """Return the tangent of d_x = (d σ, d a σ (1 - σ)) along dd and dx, σ = σ(b)."""
+    (a, b), (da, db) = x.chunk(2, dim), dx.chunk(2, dim)
+    gate = functions["sigmoid"](b)
+    slope = gate * (1 - gate)
+    first = dd * gate + d * (slope * db)
+    second = dd * (a * slope) + d * (da * slope + a * (slope * (1 - 2 * gate) * db))
+    return torch.cat([first, second], dim)
+
+
 def prim_sum(x: Tensor, dims: Any, *, output_dtype: torch.dtype | None = None) -> Tensor:
     return _sums.sum_of(x, dims, dtype=output_dtype) if dims else x.to(output_dtype or x.dtype)
 
@@ -227,6 +267,7 @@ REPLACED: dict[Any, Callable] = {
     **{getattr(prims, n).default: f for n, f in functions.items() if n not in ("sigmoid", "erfinv")},
     prims.erf_inv.default: functions["erfinv"],
     **_extrema.REPLACED,
+    **_windows.REPLACED,
     prims.pow.default: power,
     prims.sum.default: prim_sum,
     aten.prod.default: product,
@@ -274,5 +315,9 @@ REPLACED: dict[Any, Callable] = {
     aten.scatter_add.default: rounded_once(aten.scatter_add.default),
     aten.sigmoid_backward.default: rounded_once(lambda d, y: d * (1 - y) * y),
     aten.tanh_backward.default: rounded_once(lambda d, y: d * (1 - y * y)),
+    aten.logcumsumexp.default: rounded_once(logcumsumexp),
+    **dict.fromkeys((aten.softshrink_backward.default, aten.hardshrink_backward.default), shrink_backward),
+    aten.glu_jvp.default: rounded_once(glu_jvp),
+    aten.glu_backward_jvp.default: rounded_once(glu_backward_jvp),
     aten.silu.default: rounded_once(lambda x: x * functions["sigmoid"](x)),
 }

@@ -226,7 +226,7 @@ REFUSED = {
     "dropout": lambda x: torch.nn.functional.dropout(x),
     "a factorial": torch.lgamma,
     "a decomposition": lambda x: torch.linalg.svd(x)[1],
-    "convolutions of torch's own": lambda x: torch.nn.functional.avg_pool1d(x[None], 2),
+    "places of torch's own": lambda x: torch.nn.functional.fractional_max_pool2d(x[None], 2, (2, 2)),
     "complex numbers": lambda x: torch.complex(x, x).sum(),
     "a product of complex numbers": lambda x: torch.complex(x, x) @ torch.complex(x, x).mT,
     "FBGEMM's sums": lambda x: by_fbgemm(x),
