@@ -52,13 +52,18 @@ def weighted_mean(values: Numbers, weight: Weights = None) -> Tensor:
     check(call, weight_problems(weight))
     if weight is None:
         return values.mean()
-    w, total = weights_and_total(weight, torch.promote_types(values.dtype, torch.float32))
-    check(call, no_derivative_problems(values, weight, total))
-    total = total if is_tracked(weight) else torch.where(total == 0, 1, total)
-    terms = w * blank_padding(values, weight)
+    terms, total = terms_and_total(call, values, weight)
     if is_by_tree():  # The mean of a part is a sum of the batch's own terms, so that sums over parts have its bits.
         return (terms / total).sum().to(values.dtype)
     return (terms.sum() / total).to(values.dtype)
+
+
+def terms_and_total(call: str, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the terms w x of a weighted mean, f[B], and their divisor, f[], which is 1 for padding only."""
+    w, total = weights_and_total(weight, torch.promote_types(values.dtype, torch.float32))
+    check(call, no_derivative_problems(values, weight, total))
+    total = total if is_tracked(weight) else torch.where(total == 0, 1, total)
+    return w * blank_padding(values, weight), total
 
 
 def weights_and_total(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Form, Magnitude, Problem, Scalar, Within, check, describe, is_tracked, own_errors, typed
-from funcrec.losses._mean import Reduction, weighted_mean
+from funcrec.losses._mean import Reduction, terms_and_total, weighted_mean
 
 CALL = "funcrec.losses.multi_task"
 
@@ -31,8 +31,12 @@ def multi_task(losses: Losses, *, weights: Sequence[Magnitude | Scalar] | None =
 
     Returns:
       loss(predictions f[B, T], label [B, T], weight=None, *, reduction="mean") -> f[], or f[B] with "none". weight is
-      f[B] for examples, or f[B, T] for each task, where 0 means that an example has no label for a task. Without
-      weights of tasks, "mean" is the mean of what "none" returns. With them it is a sum of T means.
+      f[B] for examples, or f[B, T] for each task, where 0 means that an example has no label for a task. "mean" is
+      the weighted mean of what "none" returns. With f[B, T] it is Σ_t c_t mean_t, each by its own weights.
+
+    Law: "mean" adds the terms of an example first, c_t w_t loss_t / Σ w_t, and then the examples. So micro-batches and
+      ranks keep its bits under `invariant`. With weights that are differentiated it is a sum of T means, which each
+      part rounds.
 
     Example:
       >>> import torch, funcrec as fr
@@ -56,15 +60,22 @@ def _loss_of_tasks(
     reduction: Reduction = "mean",
 ) -> Tensor:
     check(CALL, column_problems(predictions, weight, len(losses)))
-    own = lambda t: weight if weight is None or weight.dim() == 1 else weight[:, t]
-    is_one_mean = reduction == "mean" and (weight is None or (weight.dim() == 1 and not is_tracked(weight)))
-    how: Reduction = "none" if is_one_mean else reduction  # parts of a batch keep the order of one mean
+    is_one_sum = reduction == "mean" and (weight is None or not is_tracked(weight))
+    how: Reduction = "none" if is_one_sum else reduction  # parts of a batch keep the order of one sum over examples
+    columns = [weight if weight is None or weight.dim() == 1 else weight[:, t] for t in range(len(losses))]
     terms = []
-    for t, loss in enumerate(losses):
+    for t, (loss, own) in enumerate(zip(losses, columns, strict=True)):
         with own_errors(CALL, loss, predictions[:, t], label[:, t], need="the predictions and labels of one task"):
-            terms.append(c[t] * loss(predictions[:, t], label[:, t], own(t), reduction=how))
+            of_task = loss(predictions[:, t], label[:, t], own, reduction=how)
+        if is_one_sum and weight is not None and weight.dim() == 2:
+            of_task = torch.div(*terms_and_total(CALL, of_task, weight[:, t]))
+        terms.append(c[t] * of_task)
     total = torch.stack(terms).sum(0)
-    return weighted_mean(total, weight) if is_one_mean else total
+    if not is_one_sum:
+        return total
+    if weight is None or weight.dim() == 1:
+        return weighted_mean(total, weight)
+    return total.sum().to(predictions.dtype)
 
 
 def task_problems(losses: Sequence[Callable], weights: Sequence[float | Tensor] | None) -> Iterator[Problem]:
