@@ -27,7 +27,7 @@ def check_invariant(fn: Callable[[Any], Any], batch: Any) -> None:
       batch: a `Batch`, a KeyedJaggedTensor, or a tree of tensors [B, ...].
 
     Raises:
-      AssertionError: the bits differ. The message has the rows and the first difference.
+      AssertionError: the bits differ. The message has the rows or the threads, and the first difference.
       ValueError: the batch has no example, other numbers of examples, or shared bags.
 
     Example:
@@ -56,22 +56,19 @@ def check_invariant(fn: Callable[[Any], Any], batch: Any) -> None:
     every = list(range(count))
     alone = [[i] for i in {*every[:ALONE], count - 1}]
     for rows in (*alone, every[::-1], every[: count // 2 + 1], every[:1] * 3, every * 2):
-        same(ask(taken(batch, rows)), whole, rows, f"the rows {rows[:6]}")
+        same(ask(taken(batch, rows)), whole, rows, f"the results of the rows {rows[:6]}")
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            same(ask(batch), whole, every, f"{number} threads")
+            same(ask(batch), whole, every, f"results on {number} threads")
     finally:
         torch.set_num_threads(threads)
 
 
 def same(got: Any, whole: Any, rows: list[int], what: str) -> None:
     index = torch.tensor(rows)
-    try:
-        assert_same_bits(got, tree_map(lambda x: x.index_select(0, index), whole))
-    except AssertionError as error:
-        error.add_note(f"{CALL}: for {what}, of the whole batch")
-        raise
+    cell = f"{CALL}: {what} have other bits than in the whole batch."
+    assert_same_bits(got, tree_map(lambda x: x.index_select(0, index), whole), cell)
 
 
 def examples_of(batch: Any, call: str = CALL) -> int:

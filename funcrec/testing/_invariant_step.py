@@ -54,8 +54,8 @@ def check_invariant_step(
       num_steps: the steps of a run. compiled: whether a program of `fr.jit` runs, too, which takes a minute.
 
     Raises:
-      AssertionError: the bits of a state or of the metrics differ. The message has the first difference, and its
-        notes have the cell.
+      AssertionError: the bits of the last state or of any step's metrics differ. The message has the cell and the first
+        difference: `[0]` is the state, `[1][k]` are the metrics of step k.
       TypeError: `step_of` does not return a TrainStep.
       ValueError: the parts are no power of two of equal parts of more than 128 examples, where no step keeps its bits.
 
@@ -76,10 +76,11 @@ def check_invariant_step(
     check(CALL, part_problems(count, "micro_batches", micro_batches))
     compared = lambda out: out if is_power_of_two(count) else out[0]  # a mean of another number rounds in each part
 
-    def trained(run: Callable, state: Any) -> tuple[Any, Any]:
-        metrics = None
+    def trained(run: Callable, state: Any) -> tuple[Any, list]:
+        metrics = []
         for _ in range(num_steps):
-            state, metrics = run(state, batch)
+            state, of_step = run(state, batch)
+            metrics.append(of_step)
         return state, metrics
 
     with own_errors(CALL, step_of, need="the keywords of fr.train_step"):
@@ -90,20 +91,22 @@ def check_invariant_step(
     try:
         for n in threads:
             torch.set_num_threads(n)
-            same(trained(step, first), want, f"{n} threads")
+            same(trained(step, first), want, f"a step on {n} threads")
     finally:
         torch.set_num_threads(before)
     both = tree_map(lambda x: torch.stack([torch.zeros_like(x), x]), first)
     member = trained(torch.func.vmap(step, in_dims=(0, None)), both)
     same(tree_map(lambda x: x[1], member), want, "a member of vmap")
     for k in micro_batches:
-        same(compared(trained(step_of(micro_batches=k), first)), compared(want), f"{k} micro-batches", OF_PARTS)
+        same(
+            compared(trained(step_of(micro_batches=k), first)), compared(want), f"a step of {k} micro-batches", OF_PARTS
+        )
     shapes = {name: tuple(table.shape) for name, table in params.tables.items()}
     for mesh, kind in cells(ranks, kinds):
         on_ranks = step_of(mesh=mesh, plan=Plan.uniform(kind, shapes, mesh))
         state, metrics = trained(on_ranks, on_ranks.init(params, random.key(0)))
         got = compared((gather_state(state, mesh), metrics))
-        same(got, compared(want), f"{mesh.size} ranks, {kind}", OF_PARTS)
+        same(got, compared(want), f"a step on {mesh.size} ranks, {kind},", OF_PARTS)
     if compiled:
         same(trained(jit(step), first), want, "a compiled step")
 
@@ -118,13 +121,7 @@ def cells(ranks: Sequence[int], kinds: Sequence[Kind]) -> Iterator[tuple[Mesh, K
 
 
 def same(got: Any, want: Any, what: str, hint: str = "") -> None:
-    try:
-        assert_same_bits(got, want)
-    except AssertionError as error:
-        error.add_note(f"{CALL}: for {what}, of one process")
-        if hint:
-            error.add_note(hint)
-        raise
+    assert_same_bits(got, want, f"{CALL}: {what} has other bits than one process.", hint)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

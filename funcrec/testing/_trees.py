@@ -58,14 +58,16 @@ def assert_trees_close(a: Any, b: Any, *, rtol: NotNegative = 0, atol: NotNegati
             raise AssertionError(f"the trees differ {where}.\n  got   {got}\n  need  {need}\n  try   {hint}")
 
 
-def assert_same_bits(a: Any, b: Any) -> None:
-    """Assert that two pytrees are equal, also in the signs of their zeros. Any NaN equals any other."""
-    assert_trees_close(a, b)
-    try:
-        assert_trees_close(_signs(a), _signs(b))
-    except AssertionError as error:
-        error.add_note("the values are equal; signs of zero differ")
-        raise
+def assert_same_bits(a: Any, b: Any, cell: str = "", hint: str = "") -> None:
+    """Assert that two pytrees are equal, also in the signs of their zeros. Any NaN equals any other.
+
+    The message begins with `cell`, which says what was compared, and ends with `hint`.
+    """
+    for x, y, more in ((a, b, ""), (_signs(a), _signs(b), "The values are equal; signs of zero differ.")):
+        try:
+            assert_trees_close(x, y)
+        except AssertionError as error:
+            raise AssertionError("\n".join(filter(None, (cell, str(error), more, hint)))) from None
 
 
 def _signs(tree: Any) -> Any:
