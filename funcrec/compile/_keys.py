@@ -41,8 +41,10 @@ def what_differs(before: tuple, now: tuple) -> tuple[str, str]:
     a, b = show_key(leaves_before[i]), show_key(leaves[i])
     path = leaf_paths(structure[0], names)[i][1]
     got = f"`{path}`: {a}, then {b}" if a != b else f"`{path}`: other strides"
-    if len(leaves[i]) > 2 and isinstance(leaves[i][1], torch.Size):
+    if is_form(leaves[i]):
         return got, "fr.pad_to_bucket for ids, and batches of one size"
+    if type(leaves[i]) is Static:
+        return got, "few values of a static argument, or an argument that is not static"
     return got, "pass it as a tensor: its values are not compiled in"
 
 
@@ -61,9 +63,16 @@ def refuse_other(name: str, lowered: tuple, now: tuple) -> None:
     fail(f"funcrec.jit({name}).lower", what, got=got, need=need, hint=hint, kind=TypeError)
 
 
+def is_form(key: Any) -> bool:
+    """Return whether the key is the form of a tensor."""
+    return isinstance(key, tuple) and len(key) > 2 and isinstance(key[1], torch.Size)
+
+
 def show_key(key: Any) -> str:
     """Return a text that shows a leaf, from the leaf's key."""
-    if len(key) > 2 and isinstance(key[1], torch.Size):
+    if type(key) is Static:
+        return repr(key)
+    if is_form(key):
         place = "" if key[3].type == "cpu" else f" on {key[3]}"
         return f"{short_dtype(key[2])}[{', '.join(map(str, key[1]))}]{place}"
     return f"{key[0].__name__} {key[1]}"

@@ -5,6 +5,7 @@ key of a compilation = (forms of tensors, static keys of other leaves, (class, v
 
 import contextlib
 import inspect
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class Static:
         return hash(self.key)
 
     def __repr__(self) -> str:
-        return describe(self.value)
+        return reprlib.repr(self.value)
 
 
 def call_plain(fn: Callable, *args: Any, **kwargs: Any) -> Any:

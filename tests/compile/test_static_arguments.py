@@ -55,6 +55,18 @@ def test_classes_are_told_apart():
         assert g(torch.ones(4), (2, 2)).shape == (2, 2)
 
 
+def test_messages_show_the_value():
+    """The tenth value gives a warning, and a program that meets another value raises. Both show two values."""
+    f, x = fr.jit(lambda x, sizes: x.reshape(sizes), static_argnums=1), torch.ones(12)
+    with staged_only():
+        for n in range(1, 10):
+            f(x[:n], (n, 1))
+        with pytest.warns(UserWarning, match=r"`sizes`: \(9, 1\), then \(1, 9\)(.|\n)*not static"):
+            f(x[:9], (1, 9))
+        with pytest.raises(TypeError, match=r"got   `sizes`: \(2, 2\), then \(4, 1\)"):
+            f.lower(x[:4], (2, 2)).compile()(x[:4], (4, 1))
+
+
 def test_a_donating_function():
     """Static and donated arguments go together."""
     f = fr.jit(lambda state, config: state + config.power, donate="state", static_argnames="config")
