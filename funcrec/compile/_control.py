@@ -160,7 +160,8 @@ def fori_loop(lower: Any, upper: Any, body_fn: Callable[[Tensor, T], T], init: T
         return carry
     device = next(x.device for x in (lower, upper) if isinstance(x, Tensor))
     first, last = (torch.as_tensor(x, device=device).to(torch.int64) for x in (lower, upper))
-    body = lambda c: (c[0] + 1, c[1], next_carry(call, lambda carry: body_fn(c[0], carry), c[2]))
+    # torch.compile refuses a body that returns a part of its argument.
+    body = lambda c: (c[0] + 1, c[1].clone(), next_carry(call, lambda carry: body_fn(c[0], carry), c[2]))
     return loop(call, lambda c: c[0] < c[1], body, (first, last, as_tensors(init)))[2]
 
 

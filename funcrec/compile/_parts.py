@@ -114,9 +114,6 @@ def is_staging() -> bool:
 
 def stage_part(call: str, fn: Callable[..., list[Tensor]], operands: Sequence[Tensor]) -> Part:
     """Return fn(*operands) as a part of the program that is being staged."""
-    if torch.compiler.is_exporting():
-        what, need = "an exported program does not hold loops and branches that values decide.", "work on all values"
-        fail(call, what, got="torch.export", need=need, hint="torch.where(pred, x, y)", kind=TypeError)
     tracer = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY).tracer
     last = next(reversed(tracer.graph.nodes), None)
     own = [x.clone() for x in operands]
@@ -139,12 +136,10 @@ def stage_part(call: str, fn: Callable[..., list[Tensor]], operands: Sequence[Te
     graph.eliminate_dead_code(has_effect)
     refuse(call, graph)
     captured = [tensor_of(call, n, tracer) for n in outer]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in captured):
-        what, hint = (
-            "the function closes over a tensor that requires grad.",
-            "the tensor as an argument, or `.detach()`",
-        )
-        fail(call, what, got=describe(captured[0]), need="such tensors among the arguments", hint=hint, kind=TypeError)
+    if tracked := [x for x in captured if x.requires_grad and torch.is_grad_enabled()]:
+        what, need = "the function closes over a tensor that requires grad.", "such tensors among the arguments"
+        hint = "the tensor as an argument, or `.detach()`"
+        fail(call, what, got=describe(tracked[0]), need=need, hint=hint, kind=TypeError)
     for n in reversed(region):
         if not n.users and n not in outer:
             tracer.graph.erase_node(n)

@@ -167,6 +167,19 @@ def test_fori_loop():
         torch.testing.assert_close(fr.jit(slope)(X), slope(X))
 
 
+def test_bools_of_python():
+    """A loop also ends by a bool of Python, such as one that counts steps outside of the carry."""
+    left = iter([True, True, False])
+    assert fr.while_loop(lambda c: next(left), lambda c: c + 1, 0) == 2
+
+
+def test_torch_compile():
+    """torch.compile makes branches and loops parts of one graph, with the values of Python's own."""
+    count = lambda n, x: fr.fori_loop(0, n, lambda i, c: c * i.sin() + x, x.clone())
+    for f, *args in ((branches, X), (branches, -X), (loop, X), (count, torch.tensor(3), X)):
+        torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="eager")(*args), f(*args))
+
+
 def test_loops_and_branches_of_constants():
     """A carry, a predicate and arguments that are numbers, or constants of the jitted function, are inputs as others
     are: a program of them is staged, and not run while it is staged."""
@@ -236,6 +249,7 @@ def while_of(body, x=X, test=lambda c: c.sum() < 50):
     return lambda: fr.jit(lambda x: fr.while_loop(test, body, x))(x)
 
 
+HELD = torch.ones(3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
 REFUSED = {
     "pred of a float": (lambda: fr.cond(torch.tensor(1.0), abs, abs, 1), TypeError, "`pred` is not one bool"),
     "pred of two": (lambda: fr.cond(X > 0, torch.sin, torch.cos, X), TypeError, "`pred` is not one bool"),
@@ -261,6 +275,15 @@ REFUSED = {
     "a body of fori_loop": (
         lambda: fr.fori_loop(0, torch.tensor(3), lambda i, c: {"a": c["a"] * 0.5}, {"a": torch.tensor(1)}), TypeError,
         r"funcrec.fori_loop: body_fn\(carry\)\['a'\] has another dtype than the carry\['a'\]"),
+    "branches of other texts": (
+        lambda: vmap(lambda x: fr.cond(x > 0, lambda: (x, "a"), lambda: (x, "b"))[0])(X), TypeError,
+        r"one result\[1\] is not the other\[1\]"),
+    "a closure that requires grad": (
+        lambda: fr.jit(lambda x: fr.cond(x.sum() > 0, lambda x: x + HELD[0] + HELD[1], torch.cos, x))(X), TypeError,
+        r"closes over a tensor that requires grad.\n  got   f64\[2, 3\]"),
+    "a closure that is gone": (
+        lambda: fr.jit(lambda x: (lambda own: fr.cond(x.sum() > 0, lambda: own.pop() + 1, lambda: x))([x * 2]))(X),
+        TypeError, "the function reads a tensor that is gone"),
     "a large bound": (lambda: fr.fori_loop(0, 2**64, lambda i, c: c, X), ValueError, "`upper` is out of range"),
     "a bound of a float": (lambda: fr.fori_loop(0, 1.5, abs, X), TypeError, "`upper` is not an integer"),
 }  # fmt: skip
