@@ -52,11 +52,8 @@ def cut_early(whole: GraphModule, inputs: dict[int, Node], donated: Iterable[int
     before = needed_first(writers, set(targets), late)
     if before is None:
         return None
-    is_tensor = lambda n: isinstance(n.meta.get("val"), torch.Tensor)
     outside = lambda n: any(u not in before and u not in writers for u in n.users)
     crossing = [n for n in nodes if n in before and n.op != "placeholder" and outside(n)]
-    if not all(map(is_tensor, crossing)):
-        return None
     numbers = {node: i for i, node in inputs.items()}
     first, first_inputs = first_graph(whole, inputs, before, writers, list(targets), crossing)
     rest, rest_inputs = rest_graph(whole, inputs, before, writers, targets, crossing, num_leaves)

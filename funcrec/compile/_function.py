@@ -7,9 +7,6 @@ from funcrec.core import describe, fail
 
 
 def check_function(fn: Callable) -> None:
-    call = "funcrec.jit"
-    if not callable(fn):
-        fail(call, "`fn` is not a function.", got=describe(fn), need="a function of pytrees", kind=TypeError)
     kinds = {
         "coroutine": inspect.iscoroutinefunction,
         "generator": inspect.isgeneratorfunction,
@@ -19,7 +16,7 @@ def check_function(fn: Callable) -> None:
         if is_one(fn) or is_one(getattr(fn, "__call__", None)):  # noqa: B004
             need, hint = "a function that returns its values", "collect them in a list, and return that"
             got = getattr(fn, "__name__", describe(fn))
-            fail(call, f"`fn` is a {kind}.", got=got, need=need, hint=hint, kind=TypeError)
+            fail("funcrec.jit", f"`fn` is a {kind}.", got=got, need=need, hint=hint, kind=TypeError)
 
 
 def signature_of(fn: Callable) -> inspect.Signature:

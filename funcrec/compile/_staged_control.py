@@ -166,12 +166,9 @@ class _Cond(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, true_fn, false_fn, pred, *tensors):
-        yes, no = (mapped(fn, info.batch_size) for fn in (true_fn, false_fn))
-        tensors = members(tensors, in_dims[3:], info.batch_size)
-        if in_dims[2] is None:
-            out = cond_flat(pred, yes, no, tensors)
-        else:
-            out = [where(pred, x, y) for x, y in zip(yes(*tensors), no(*tensors), strict=True)]
+        yes, no = map(mapped, (true_fn, false_fn))
+        # vmap does not map the predicate: `cond` runs both branches of one that it maps.
+        out = cond_flat(pred, yes, no, members(tensors, in_dims[3:], info.batch_size))
         return tuple(out), (0,) * len(out)
 
 
@@ -208,7 +205,7 @@ class _While(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, test, body, *tensors):
-        tests, bodies = mapped(test, info.batch_size), mapped(body, info.batch_size)
+        tests, bodies = mapped(test), mapped(body)
         going = lambda *xs: [tests(*xs)[0].any()]
         step = lambda *xs: [where(silent(tests)(*xs)[0], new, x) for new, x in zip(bodies(*xs), xs, strict=True)]
         out = loop_flat(going, step, members(tensors, in_dims[2:], info.batch_size))
@@ -277,12 +274,10 @@ def members(tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) ->
     return [every(x, d) for x, d in zip(tensors, dims, strict=True)]
 
 
-def mapped(fn: Flat, size: int) -> Flat:
+def mapped(fn: Flat) -> Flat:
     """Return the function of the members of a vmap, along dimension 0."""
 
     def run_all(*xs: Tensor) -> list[Tensor]:
-        if not xs:
-            return [y.expand(size, *y.shape) for y in fn()]
         return list(torch.func.vmap(lambda *own: tuple(fn(*own)), randomness="error")(*xs))
 
     return run_all

@@ -197,10 +197,8 @@ def _times(user: Node, node: Node) -> int:
     return found.count(node)
 
 
-def replaced_by(node: Any) -> tuple[Node, ...]:
+def replaced_by(node: Node) -> tuple[Node, ...]:
     """Return the arguments whose rows the operation replaces, in the order of its outputs."""
-    if not isinstance(node, Node) or node.op != "call_function":
-        return ()
     if node.target is PUT:
         return (arguments(node)[0],)
     found = twin(node.target)

@@ -142,6 +142,22 @@ def test_two_steps_in_one_program(staged):
     assert parts(step) == [False]
 
 
+def test_a_view_that_is_written_and_read_makes_one_part(staged):
+    """Rows are renewed through a view of a leaf, and the same view is read: the program has one part, and is right."""
+    config, sparse, key = fr.TableConfig("t", 128, 2, initializer=fr.normal()), fr.optim.sgd(), fr.key(0)
+
+    def by_view(state, ids):
+        view = state["flat"].view(128, 2)
+        vocabulary, rows, turnover = fr.admit(state["vocabulary"], ids)
+        tables, _ = fr.renew({"t": view}, {"t": {}}, turnover, sparse, key, [config])
+        return {"vocabulary": vocabulary, "flat": tables["t"].view(-1)}, (tables["t"][rows].sum(), view.sum())
+
+    make = lambda: {"vocabulary": fr.vocabulary(128), "flat": fr.init(key, [config])["t"].view(-1)}
+    step = fr.jit(by_view, donate=("state",))
+    assert_trees_close(step(make(), torch.arange(5)), by_view(make(), torch.arange(5)), rtol=0, atol=0)
+    assert parts(step) == [False]
+
+
 def test_a_failure_after_the_first_writes_loses_the_state(staged, monkeypatch):
     """If the second part fails, the old state raises, and the error says that it is gone. A failure of the first part
     leaves the state whole."""

@@ -85,6 +85,14 @@ def test_grad_mode_of_threads(interpreted):
     assert all(follows) and not any(does_not)
 
 
+def test_programs_know_who_requires_grad(interpreted):
+    """A function may read requires_grad. Without grad mode, too, each value of it has a program of its own."""
+    f, w = fr.jit(lambda x: x * 2 if x.requires_grad else x * 3), X.clone().requires_grad_()
+    with torch.no_grad():
+        assert_trees_close([f(x) for x in (w, X, w, X)], [2 * X, 3 * X, 2 * X, 3 * X])
+    assert f.num_compiled() == 2
+
+
 # -- many forms --------------------------------------------------------------------------------------------------
 
 MANY = {

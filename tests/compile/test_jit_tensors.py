@@ -60,6 +60,12 @@ def test_odd_tensors_are_refused(name, interpreted):
         fr.jit(lambda x: x + (odd * 2).sum())(X)
 
 
+def test_odd_results_are_refused(interpreted):
+    """A function that returns a tensor without strided memory raises a TypeError."""
+    with pytest.raises(TypeError, match=r"an output is not a plain tensor(.|\n)*layout torch.sparse_coo"):
+        fr.jit(lambda x: x.to_sparse())(X)
+
+
 def test_lazy_tensors_that_are_closed_over_are_refused(interpreted):
     """A closed-over conjugate that is not computed yet raises."""
     lazy = Z.conj()

@@ -227,5 +227,6 @@ def test_a_jitted_method_is_lowered_for_its_object(interpreted):
     assert lowered.compile()(scaled, x) == scaled.scale(x) == Scaled.scale(scaled, x) == 6
     assert list(inspect.signature(scaled.scale).parameters) == ["x"]
     assert scaled.scale == scaled.scale and scaled.scale != Scaled(torch.tensor(2.0)).scale
+    assert len({scaled.scale, scaled.scale, Scaled(torch.tensor(2.0)).scale}) == 2
     assert scaled.scale.num_compiled() == Scaled.scale.num_compiled() >= 1
     assert pickle.loads(pickle.dumps(scaled.scale))(x) == 6

@@ -5,6 +5,7 @@ digest(graph, arguments, options) = hash(operations, forms, options, surrounding
 
 import functools
 import hashlib
+import importlib
 import operator
 import os
 import platform
@@ -89,19 +90,14 @@ def surroundings() -> Iterator[str]:
     """
     yield from (f"{name} {x}" for name, x in ((n, read()) for n, read in SEEN.items()) if isinstance(x, PLAIN))
     for module in CONFIGS:
-        yield from map(setting, changed(sys.modules.get(module)))
+        yield from map(setting, changed(importlib.import_module(module)))
     for name, value in sorted(os.environ.items()):
         if value and name.startswith(VARIABLES) and not name.startswith(PLACES):
             yield f"{name}={value}"
 
 
 def changed(config: Any) -> list[tuple[str, Any]]:
-    """Return the settings of a module that differ from torch's defaults.
-
-    A module that is not imported has no such settings.
-    """
-    if config is None:
-        return []
+    """Return the settings of a module that differ from torch's defaults."""
     entries = config._config
     now = {name: getattr(config, name) for name in sorted(entries) if not config._is_default(name)}
     # torch does not count a setting as default after a change back to its default value.

@@ -106,12 +106,9 @@ def lowered() -> Iterator[None]:
 
     wide = onednn()
     with PATCHING:
-        before = lowerings.get(wide)
+        before = lowerings[wide]
         lowerings[wide] = lower
         try:
             yield
         finally:
-            if before is None:
-                del lowerings[wide]
-            else:
-                lowerings[wide] = before
+            lowerings[wide] = before
