@@ -26,7 +26,7 @@ from funcrec.invariance._replaced import SHORT, of_dtypes, of_one_dtype
 class LeftToRight(TorchFunctionMode):
     """A mode in which chains of products go from left to right, and a member of vmap computes as its own run.
 
-    What chooses an algorithm by a shape raises.
+    What chooses an algorithm by a shape raises. So does one of these functions that writes to an `out`.
     """
 
     def __init__(self, refuse: Callable[[Any], Any]) -> None:
@@ -34,35 +34,21 @@ class LeftToRight(TorchFunctionMode):
         self.refuse = refuse
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.cdist:
-            self.refuse("torch.cdist")
+        if func is torch.cdist or (func in CHAINS and kwargs and kwargs.get("out") is not None):
+            self.refuse("torch.cdist" if func is torch.cdist else f"{func.__name__}(out=...)")
         call: Any = CHAINS.get(func, func)
         if func in BY_MEMBER and is_in_transform():
             return BY_MEMBER[func](call, args, kwargs or {})
         return call(*args, **kwargs) if kwargs else call(*args)
 
 
-def multi_dot(tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
-    if len(tensors) < 3 or out is not None:  # one order; an `out` has no place in the table
-        return torch.linalg.multi_dot(tensors, out=out)
+def multi_dot(tensors: Sequence[Tensor], *, out: None = None) -> Tensor:
     return functools.reduce(torch.matmul, tensors)
 
 
-def einsum(*args: Any) -> Tensor:
-    if not isinstance(args[0], str):
-        args = by_letters(args)
-    equation, *operands = args
+def einsum(equation: str, *operands: Any) -> Tensor:  # torch has made an equation of lists
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     return cast(Any, torch._VF).einsum(equation, operands)  # without a path: from left to right
-
-
-def by_letters(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return an equation in letters, and the operands, of an einsum of lists of numbers."""
-    letter = lambda n: "..." if n is Ellipsis else chr(ord("A") + n if n < 26 else ord("a") + n - 26)
-    of = lambda numbers: "".join(map(letter, numbers))
-    operands, inputs = args[: len(args) // 2 * 2 : 2], args[1::2]
-    out = f"->{of(args[-1])}" if len(args) % 2 else ""
-    return ",".join(map(of, inputs)) + out, *operands
 
 
 def addmm(*args: Any, **kwargs: Any) -> Tensor:
@@ -102,13 +88,11 @@ def instance_norm(
     return weighted(norm, input, weight, bias)
 
 
-def ndtr(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+def ndtr(input: Tensor, *, out: None = None) -> Tensor:
     """Return the normal distribution Φ, with an error below 2 (4 + x²) ulp: half of erfc(-x / √2).
 
     torch's 1 + erf(x / √2) has no digits where Φ is small.
     """
-    if out is not None:
-        return torch.special.ndtr(input, out=out)
     half = torch.erfc(wide_of(input) * -math.sqrt(0.5)) * 0.5
     return half.to(input.dtype) if input.is_floating_point() else half
 
