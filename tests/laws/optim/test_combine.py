@@ -106,6 +106,22 @@ def test_clip_value():
         torch.testing.assert_close(tables[n] - moved[n], d * (0.1 / norm), rtol=1e-4, atol=1e-6)
 
 
+def test_frozen_tables_do_not_wait():
+    """freeze(accumulate(f)) updates the other tables as accumulate(f) does, in two halves as in one update."""
+    tables, grads = generated(3, 4)
+    inner = accumulate(momentum(0.1), every=2, capacity=ENTRIES)
+    opt, rest = freeze(inner, tables=NAMES[:1]), NAMES[1:]
+    slots, halves, own, need = opt.init(tables), opt.init(tables), inner.init(only(tables, rest)), only(tables, rest)
+    got = by_halves = tables
+    for step, g in enumerate(grads):
+        got, slots = opt.update(g, slots, got, step)
+        held, halves = opt.hold(g, halves, by_halves, step)
+        by_halves, halves = opt.due(held, halves, by_halves, step)
+        need, own = inner.update(only(g, rest), own, need, step)
+    assert_trees_close((got, slots), (by_halves, halves))
+    assert_trees_close((got, only(slots, rest)), ({NAMES[0]: tables[NAMES[0]], **need}, own))
+
+
 @settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), every=st.integers(1, 4), rounds=st.integers(1, 2))
 def test_accumulate(seed, every, rounds):

@@ -1,6 +1,7 @@
 """Stochastic rounding of 16-bit tables is right on average, exact where possible, and has the same bits everywhere."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from programs.surroundings import on_threads
 import funcrec as fr
 from funcrec.core.random import GAMMA, MIX, wrap
 from funcrec.optim._rounding import round_stochastic, row_bits
-from funcrec.tables import name_number, origin_of
+from funcrec.tables import BEHIND, name_number, origin_of
 from funcrec.testing import assert_trees_close
 
 HALF = (torch.bfloat16, torch.float16)
@@ -128,6 +129,31 @@ def test_every_implementation_rounds_with_the_same_bits(dtype, name):
     assert differ <= 1
     nearest, _ = OPTIMIZERS[name].update(grads, OPTIMIZERS[name].init(tables), tables, 0)
     assert any(not torch.equal(nearest[n], cpp[n]) for n in tables), "nothing was rounded at random"
+
+
+@by_dtype
+def test_rows_of_several_tables_are_rounded_as_theirs(dtype):
+    """Rows that a bank has of two tables are rounded with the bits that they have in these tables."""
+    tables, grads = tables_and_grads("a", dtype)
+    segments = [origin_of("u", 5), origin_of("v", 5, row=3, begin=12), BEHIND]
+    moved = {"a": replace(grads["a"], origin=torch.tensor(segments))}
+    results = [update(fr.optim.sgd(LR), tables, moved, implementation=i)[0]["a"] for i in ("cpp", "reference")]
+    assert_trees_close(*results)
+    dense = grads["a"].to_dense()
+    for name, first, rows in (("u", 0, slice(0, 12)), ("v", 3, slice(12, 30))):
+        at = torch.arange(30)[first : first + rows.stop - rows.start]
+        own = {name: torch.zeros(30, 5, dtype=dtype).index_copy(0, at, tables["a"][rows])}
+        alone = {name: fr.RowGrads.from_entries(at, dense[rows], num_embeddings=30)}
+        assert_trees_close(update(fr.optim.sgd(LR), own, alone)[0][name][at], results[0][rows])
+
+
+@by_dtype
+def test_the_derivative_of_a_rounded_row_is_one(dtype):
+    """The mean of rounded rows is the rows, so their derivative is 1, in reverse and in forward mode."""
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    assert torch.equal(torch.func.grad(lambda x: rounded(x, dtype).sum())(x), torch.ones(3, 4))
+    out, slope = torch.func.jvp(lambda x: rounded(x, dtype), (x,), (2 * x,))
+    assert torch.equal(slope, (2 * x).to(dtype).to(x.dtype)) and torch.equal(out, rounded(x, dtype))
 
 
 @by_dtype
