@@ -16,7 +16,6 @@ from funcrec.core import (
     Problem,
     check,
     describe,
-    fail,
     mapping,
     pytree,
     replace,
@@ -171,11 +170,6 @@ def gather_tables(tables: ShardedTables, mesh: Mesh) -> Mapping[str, Tensor]:
       {'item': tensor([[1., 0.],
               [0., 1.]])}
     """
-    if layout_in(tables) is None:
-        fail(
-            "funcrec.gather_tables", "`tables` are not sharded.", got=describe(tables), need="ShardedTables",
-            hint="fr.shard_tables", kind=TypeError,
-        )  # fmt: skip
     layout = tables.layout
     check("funcrec.gather_tables", copy_problems(layout, {"table": tables.banks}, mesh))
     return join_parts(with_whole_rest(tables, mesh), gather_banks(layout, tables.banks, mesh))

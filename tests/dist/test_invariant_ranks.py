@@ -96,12 +96,14 @@ def test_what_rounds_on_ranks_is_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match="invariant=True"):
             make(**options)
-    held = fr.shard_tables(runs.model_of().init(fr.key(0)).tables, plan, mesh, dedup=True)
     ask = fr.invariant(lambda t, ids: fr.lookup(t, ids, runs.FEATURES[:1]).values)
-    with pytest.raises(ValueError, match="rank by rank"):
-        fr.shard_map(ask, mesh=mesh, in_specs=(held.specs(), fr.P("x")), out_specs=fr.P("x"))(
-            held, runs.batch_of(0, 8).ids
-        )
+    tables = runs.model_of().init(fr.key(0)).tables
+    for how, words in (({"dedup": True}, "rank by rank"), ({"codec": fr.Codec("bfloat16")}, "rounds what ranks send")):
+        held = fr.shard_tables(tables, plan, mesh, **how)
+        with pytest.raises(ValueError, match=words):
+            fr.shard_map(ask, mesh=mesh, in_specs=(held.specs(), fr.P("x")), out_specs=fr.P("x"))(
+                held, runs.batch_of(0, 8).ids
+            )
 
 
 def test_two_sequences_of_one_table_have_a_lookup_each():

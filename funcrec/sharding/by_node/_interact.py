@@ -57,11 +57,9 @@ def chosen(trees: Sequence[Any], which: Sequence[int], axis: str) -> Any:
 def chosen_columns(x: Tensor, columns: Sequence[tuple[int, ...]], axis: str) -> Tensor:
     """Return the columns columns[t] of x[M, C] on node t."""
     first = columns[0]
-    if all(c == first for c in columns):
-        begin = first[0] if first else 0
-        if first == tuple(range(begin, begin + len(first))):
-            return x[:, begin : begin + len(first)]
-        return x.index_select(1, torch.tensor(first, device=x.device))
+    begin = first[0] if first else 0
+    if {*columns} == {tuple(range(begin, begin + len(first)))}:
+        return x[:, begin : begin + len(first)]
     at = of_this_node(columns, axis, x.device)
     return x.gather(1, at.expand(x.shape[0], len(first)))
 

@@ -71,8 +71,7 @@ def parts_of(side: Side, shard: Shard, first: int, last: int) -> Iterator[tuple[
     ranks = side.holders[side.layout.banks[shard.bank].axes]
     for i in range(first // shard.part, -(-last // shard.part)):
         a, b = max(first, i * shard.part), min(last, (i + 1) * shard.part)
-        if a < b:
-            yield a, b, shard.starts[i] + a - i * shard.part, ranks[shard.ranks[i]]
+        yield a, b, shard.starts[i] + a - i * shard.part, ranks[shard.ranks[i]]
 
 
 def cells_of(old: Side, new: Side, table: str, leaf: str, sample: Tensor) -> Iterator[Cell]:

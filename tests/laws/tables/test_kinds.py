@@ -219,12 +219,20 @@ def placed(low_rank, monkeypatch):
 
 
 def test_a_third_kind_is_placed(low_rank, placed):
-    """The lookups of each rank are those of the whole tables. The parts come back with every bit."""
+    """The lookups of each rank are those of the whole tables, also of keys with different numbers of bags. The parts
+    come back with every bit."""
     pooled = lambda tables, ids: fr.lookup(tables, ids, POOLED).values
     rows = lambda tables, ids: fr.lookup_sequence(tables, ids, SEQUENCES)["seq"].to_padded(2)
     for read in (pooled, rows):
         on_ranks = fr.shard_map(read, mesh=MESH, in_specs=(placed.specs(), fr.P("x")), out_specs=fr.P("x"))
         assert_trees_close(on_ranks(placed, IDS), read(low_rank, IDS), rtol=1e-12, atol=1e-12)
+    columns = [fr.FeatureConfig("few", table="item"), fr.FeatureConfig("many", table="item")]
+    lists = {"few": [[1]] * 6, "many": [[0], [3], [1, 2], [], [5], [4]]}
+    shared = fr.dedup_bags(fr.KeyedJaggedTensor.from_lists(lists), num_parts=3)
+    each = lambda tables, ids: fr.lookup_each(tables, ids, columns)
+    on_ranks = fr.shard_map(each, mesh=MESH, in_specs=(placed.specs(), fr.P("x")), out_specs=fr.P("x"))
+    assert shared.strides == (3, 6)
+    assert_trees_close(on_ranks(placed, shared), each(low_rank, shared), rtol=1e-12, atol=1e-12)
     back = fr.gather_tables(placed, MESH)
     assert type(back) is LowRank
     assert_trees_close(back, low_rank, rtol=0, atol=0)
