@@ -1,6 +1,7 @@
 """Deltas as files. A package that applies deltas has the weights of training, bit for bit, always of one version."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,12 @@ def test_answers_are_of_one_version(plain, first, tmp_path):
     assert len(set(found)) > 3
 
 
+def test_a_file_that_is_not_there(plain, tmp_path):
+    """A delta that cannot be read raises the system's kind of error, with the path."""
+    with pytest.raises(FileNotFoundError, match=r"funcrec\.Package\.apply: `.*missing` cannot be read"):
+        fr.load_package(plain).apply(tmp_path / "missing")
+
+
 def test_an_interrupted_apply_leaves_the_old_weights(plain, first, tmp_path, monkeypatch):
     """If apply is interrupted while rows are written, the package keeps every bit and its version. The package then
     continues to answer."""
@@ -173,6 +180,7 @@ def test_a_name_of_two_tables_is_refused(plain, first, tmp_path):
 BAD = {
     "the version it has": ({"version": "0"}, ValueError, "`version` is already"),
     "another shape": ({"params": fr.Params({}, {"w": torch.ones(3), "b": torch.zeros(())})}, ValueError, "is not the"),
+    "a file in no folder": ({"path": "missing/1.delta"}, FileNotFoundError, "the folder of `path` is not there"),
     "a folder": ({"path": "."}, ValueError, "`path` does not name a file"),
     "no delta": ({"delta": 3}, TypeError, "`delta`"),
     "another table": ({"delta": fr.Delta({"int8": ()}, torch.tensor(1))}, ValueError, "lack parameters without rows"),
@@ -189,6 +197,61 @@ def test_bad_calls_are_told(name, plain, first, tmp_path):
         fr.write_delta(**{**good, **changed})
     assert "funcrec.write_delta" in str(error.value) and text in str(error.value) and "  need  " in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+def part_with(**fields):
+    """Return a function of a run: its delta, whose only table has a part with other fields, or with one of these."""
+    made = lambda part: {n: f(part) for n, f in fields.items()}
+    return lambda run: fr.Delta(
+        {"int8": (replace(part := fr.delta(run).tables["int8"][0], **made(part)),)}, run.log.version
+    )
+
+
+def of_columns(*spans):
+    """Return a function of a run: its delta with a part for each of (first column, end, number of rows)."""
+    cut = lambda p, a, b, n: fr.history.ChangedRows(p.rows[:n], p.values[:n, a:b], a, p.shape)
+    return lambda run: fr.Delta(
+        {"int8": tuple(cut(fr.delta(run).tables["int8"][0], *span) for span in spans)}, run.log.version
+    )
+
+
+BROKEN = {
+    "rows of another table": (part_with(shape=lambda p: (31, 8)), ValueError, "is of another table"),
+    "columns after the last": (part_with(first=lambda p: 1), ValueError, "is of another table"),
+    "fewer rows than values": (part_with(rows=lambda p: p.rows[1:]), ValueError, "is of another table"),
+    "codes": (part_with(values=lambda p: p.values.to(torch.uint8)), TypeError, "is not of floats on the CPU"),
+    "another device": (lambda run: part_with()(run).to("meta"), TypeError, "is not of floats on the CPU"),
+    "a row twice": (part_with(rows=lambda p: torch.cat([p.rows[:1], p.rows[:-1]])), ValueError, "has rows twice"),
+    "a row outside": (part_with(rows=lambda p: p.rows + 30), ValueError, "has rows twice, or outside"),
+    "a row before the first": (part_with(rows=lambda p: p.rows - 30), ValueError, "has rows twice, or outside"),
+    "columns without their neighbours": (of_columns((0, 4, 7)), ValueError, "does not have all columns"),
+    "other rows of each column": (of_columns((0, 4, 7), (4, 8, 6)), ValueError, "7 rows' columns 0 to 4, 6 rows'"),
+    "no part": (lambda run: fr.Delta({"int8": (3,)}, run.log.version), TypeError, "has no rows"),
+    "nothing of the package": (
+        lambda run: fr.Delta({"other": ()}, run.log.version),
+        ValueError,
+        "nothing of the package",
+    ),
+    "a tracked tensor": (part_with(values=lambda p: p.values.requires_grad_()), TypeError, "is being differentiated"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_delta_that_does_not_fit_is_refused(name, coded, first, tmp_path):
+    """Rows that are not the whole rows of a table of the package, each once, raise before any file is written."""
+    made, kind, text = BROKEN[name]
+    run, _ = STEP(first, batch(1))
+    with pytest.raises(kind, match=r"funcrec\.write_delta: ") as error:
+        fr.write_delta(tmp_path / "1", made(run), coded, None, version="1")
+    assert text in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_parts_of_columns_are_one_delta(coded, first, tmp_path):
+    """Parts of columns, in any order, give the file of the whole rows."""
+    run, _ = STEP(first, batch(1))
+    files = [fr.write_delta(tmp_path / n, of_columns(*spans)(run), coded, None, version="1").read_bytes()
+             for n, spans in (("whole", [(0, 8, 7)]), ("parts", [(3, 8, 7), (0, 3, 7)]))]  # fmt: skip
+    assert files[0] == files[1]
 
 
 def test_a_process_without_python_takes_the_same_files(coded, first, tmp_path):
