@@ -98,3 +98,22 @@ def test_a_pipeline_asserts_as_its_step(ranks):
     """A step that asserts raises in a pipeline, too, at the batch that the assertion refuses."""
     for seen, text in ranks(2).run(piped.asserted, deadline_s=60):
         assert (seen, text) == (2, "Expected Tensor with single nonzero value, but got zero")
+
+
+REFUSED = {
+    "no exchange": "3",
+    "another mesh": "0: funcrec.pipeline: `mesh` is missing, or not the step's",
+    "a tracked tensor": "0: funcrec.pipeline: autograd tracks the step",
+    "a write": "1: funcrec.pipeline: the values that give the step's ids changed after the exchange.\n"
+    "  got   a write to f32[16]",
+    "a donated batch": "0: funcrec.pipeline: the step donates its batch.\n  got   donate=('state', 'x')",
+    "an exchange in a loop": "0: funcrec.while_loop: a loop or a branch exchanges values between ranks",
+}
+
+
+def test_steps_that_a_pipeline_cannot_cut(ranks):
+    """A step without exchanges runs as it is. Steps whose exchanges cannot be made ahead raise, and leave no thread."""
+    for told, left in ranks(4).run(piped.refusals, deadline_s=120):
+        assert told.keys() == REFUSED.keys() and not left
+        for name, text in REFUSED.items():
+            assert told[name].startswith(text), (name, told[name])

@@ -316,3 +316,36 @@ def hidden(count=6):
         return slow_s, fast_s, is_same(got, want)
     finally:
         undo()
+
+
+def refusals():
+    """Return {name: what a pipeline of a step raises, or the number of its steps} on this rank."""
+    mesh, told = mesh_of({"x": 4}), {}
+    swap = lambda mesh, axis: fr.shard_map(
+        lambda x: fr.all_to_all(x, axis, tiled=True), mesh=mesh, in_specs=fr.P(axis), out_specs=fr.P(axis)
+    )
+    exchange, elsewhere = swap(mesh, "x"), swap(mesh_of({"y": 2, "z": 2}), "y")
+    held, tracked = torch.ones(16), torch.ones((), requires_grad=True)
+    grown = lambda x: fr.while_loop(lambda c: c.sum() < 0, exchange, x)
+    steps = {
+        "no exchange": lambda state, x: (state + x.sum(), {}),
+        "another mesh": lambda state, x: (state + elsewhere(x).sum(), {}),
+        "a tracked tensor": lambda state, x: (state + tracked * exchange(x).sum(), {}),
+        "a write": lambda state, x: (state + exchange(x * held).long().sum(), {}),
+        "a donated batch": fr.jit(lambda state, x: (state + exchange(x).sum(), {}), donate=("state", "x")),
+        "an exchange in a loop": fr.jit(lambda state, x: (state + grown(x).sum(), {})),
+    }
+    for name, step in steps.items():
+        seen = 0
+        try:
+            pipe = fr.pipeline(step, mesh=mesh)
+            for _ in pipe.run(torch.tensor(0.0), [torch.arange(16.0)] * 3):
+                seen += 1
+                while seen < 3 and not pipe.under_way.following().is_done:
+                    time.sleep(0.01)
+                held.add_(1)  # The next batch's values are under way.
+        except (TypeError, ValueError) as error:
+            told[name] = f"{seen}: {error}"
+        else:
+            told[name] = str(seen)
+    return told, threads()

@@ -84,6 +84,44 @@ def test_an_error_of_the_loader_comes_at_its_place():
     assert seen == [0.0, 1.0, 3.0] and is_alone()
 
 
+def test_an_error_at_the_close_of_the_loader_is_raised():
+    """A loader that fails where it closes its files raises after its last batch."""
+
+    class Loader:
+        left = iter([torch.tensor(1.0), torch.tensor(2.0)])
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(self.left)
+
+        def close(self):
+            raise LoaderError
+
+    seen = []
+    with pytest.raises(LoaderError):
+        for state, _ in fr.pipeline(add).run(torch.tensor(0.0), Loader()):
+            seen.append(float(state))
+    assert seen == [1.0, 3.0] and is_alone()
+
+
+def test_batches_move_to_a_device():
+    """`device` moves each batch before its step."""
+    seen = []
+    list(fr.pipeline(lambda state, x: (state, seen.append(x.device)), device="meta").run(torch.zeros(()), numbers(2)))
+    assert seen == [torch.device("meta")] * 2 and is_alone()
+
+
+@pytest.mark.parametrize("make", [fr.pipeline, fr.stale_pipeline])
+def test_a_pipeline_has_the_first_state_of_its_step(make):
+    """pipe.init is the step's, so that a program may name the pipeline alone; its text names the step."""
+    step, state = steps("plain")
+    pipe = make(step, depth=3)
+    assert_trees_close(pipe.init(training.params()), state, rtol=0, atol=0)
+    assert repr(step) in repr(pipe) and "depth=3" in repr(pipe)
+
+
 @pytest.mark.parametrize("ends", ["break", "close", "drop", "step raises", "interrupt", "ahead"])
 def test_nothing_is_left_of_a_loop_that_ends_early(ends):
     """When a loop ends early (break, close, drop, an error or an interrupt of the step), no thread remains and the
@@ -179,6 +217,7 @@ def test_batches_are_steps_of_a_loop_of_ones_own():
     assert float(state) == 14 and is_alone()
     with pytest.raises(AttributeError, match=r"(?s)funcrec.pipeline: .*`.sum` of Ready.*try   batch.batch.sum"):
         held[0].sum()
+    assert repr(held[0]) == "Ready(tensor(0.))"
     assert not hasattr(held[0], "label") and not hasattr(held[0], "__len__")
     one, two = pipe.ahead(numbers(2)), pipe.ahead(numbers(2))
     assert next(two) is not None
