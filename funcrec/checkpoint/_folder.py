@@ -242,7 +242,7 @@ def _in_memory(file: BinaryIO, x: Stored) -> Tensor:
 
 def _with_ranges(heads: list[Any], ranges: Any, files: Sequence[tuple[str, int]]) -> list[Stored]:
     """Return the stored tensors, whose blocks are ranges of a file. The place in the file and the CRC are not known."""
-    if ranges.dtype != torch.int64 or ranges.dim() != 2 or ranges.shape[1] != 6:
+    if not isinstance(ranges, Tensor) or ranges.dtype != torch.int64 or ranges.dim() != 2 or ranges.shape[1] != 6:
         raise CodeError("a manifest that save did not write")
     own: list[list[Block]] = [[] for _ in heads]
     for row in ranges.tolist():
