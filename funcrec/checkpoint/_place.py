@@ -276,9 +276,10 @@ def shape_problems(shapes: dict[str, tuple], like: TrainState) -> Iterator[Probl
 def state_problems(state: TrainState) -> Iterator[Problem]:
     """Report a state whose tables are not [R, D], or have no slots for their rows."""
     shown = lambda x: f"{x.dtype}{list(x.shape)}" if isinstance(x, Stored) else describe(x)
-    if not isinstance(state.tables, Mapping) or not isinstance(state.slots, dict):
-        yield Problem("the checkpoint has a state without tables by name.", describe(state.tables), "{name: f[R, D]}")
-        return
+    for name, x, kind, need in (("tables", state.tables, Mapping, "f[R, D]"), ("slots", state.slots, dict, "{...}")):
+        if not isinstance(x, kind):
+            yield Problem(f"the checkpoint has a state without {name} by name.", describe(x), f"{{name: {need}}}")
+            return
     yield from placed_problems(state.tables)
     for n, t in state.tables.items():
         if not isinstance(t, Stored) or len(t.shape) != 2 or not t.dtype.is_floating_point:
