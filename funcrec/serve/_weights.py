@@ -35,7 +35,6 @@ is_name = lambda text: bool(text) and text.isprintable()
 Version = Annotated[str, Within("printable text", is_name, "is not a name")]
 FILE = "weights.safetensors"
 UNNAMED = "0" * 12  # stands for the version until the values are hashed
-OWN = "__"  # the beginning of names that the file reserves
 DTYPES = {
     str(x).removeprefix("torch."): x
     for x in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
@@ -145,7 +144,7 @@ def mapped(file: OpenFile, places: Sequence[Placed]) -> dict[str, Tensor]:
 
 
 def params_problems(params: Any) -> Iterator[Problem]:
-    """Report leaves that are not plain tensors on the CPU, or whose dtype or name the file cannot hold."""
+    """Report leaves that are not plain tensors on the CPU, or whose dtype the file cannot hold."""
     leaves = paths(params)
     if not leaves:
         hint = "fr.Params(tables=fr.init(fr.key(0), tables), dense={})"
@@ -160,8 +159,6 @@ def params_problems(params: Any) -> Iterator[Problem]:
             yield Problem(f"{at} is not a strided tensor on the CPU.", describe(x), "strided tensors on the CPU", hint)
         elif x.dtype not in NAMES:
             yield Problem(f"{at} has a dtype that packages lack.", describe(x), f"{list(DTYPES)}", kind=TypeError)
-        elif path.startswith(OWN):
-            yield Problem(f"{at} has a reserved name.", path, f"a name that does not begin with {OWN}")
 
 
 def signature_problems(path: Path, found: Mapping[str, Placed], wanted: Sequence[dict]) -> Iterator[Problem]:

@@ -110,7 +110,7 @@ def changes_of(call: str, manifest: Mapping, delta: Delta, params: Any) -> dict[
     for n, own in (delta.vocabularies or {}).items():
         ids |= id_changes(n, own, wanted)
     rest = {n: x for n, x in given.items() if n in wanted and n not in tables and n not in ids}
-    check(call, () if params is None else params_problems(rest) if rest else ())
+    check(call, params_problems(rest) if rest else ())
     check(call, cover_problems(wanted, tables.keys() | ids.keys(), None if params is None else rest))
     check(call, tables_problems(delta, tables), tracked_problems(delta, rest), id_problems(delta, ids, wanted))
     changes = {n: Change(None, x) for n, x in rest.items()} | ids

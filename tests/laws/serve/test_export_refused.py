@@ -4,6 +4,7 @@ import itertools
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,9 @@ FUNCTIONS = {
         r"\['y'\]` of a bag depends on the other bags"),
     "the place in the batch": (lambda p, b: torch.arange(b.ids.num_bags), W, "depends on the other bags"),
     "who has most ids": (lambda p, b: b.ids["a"].lengths >= b.ids["a"].lengths.max(), W, "depends on the other bags"),
+    "complex answers": (lambda p, b: (b.dense @ p["w"]) * 1j, W, "dtype that packages lack"),
+    "answers by number": (lambda p, b: {3: b.dense @ p["w"]}, W, "returns no named tensors"),
+    "no answer": (lambda p, b: {}, W, "returns no named tensors"),
     "no tensor": (lambda p, b: b.dense[:, 0], {}, "have no tensor"),
     "a number for a parameter": (lambda p, b: b.dense[:, 0], {"w": 3.0}, "is not a tensor"),
     "a parameter that is followed": (lambda p, b: b.dense @ p["w"], {"w": torch.ones(3, requires_grad=True)},
@@ -84,6 +88,8 @@ EXAMPLES = {
     "shared bags that do not exist": fr.Batch(with_inverse(EXAMPLE.ids, torch.full((1, 2), 2))),
     "no key": fr.Batch(fr.KeyedJaggedTensor.from_lists({})),
     "dense of f64": fr.Batch(EXAMPLE.ids, dense=torch.ones(2, 3).double()),
+    "whole numbers for weights": fr.Batch(replace(EXAMPLE.ids, weights=torch.tensor([2, 3]))),
+    "vectors for weights": fr.Batch(replace(EXAMPLE.ids, weights=torch.ones(2, 2))),
     "no numbers": fr.Batch(EXAMPLE.ids, dense=torch.ones(2, 3, device="meta")),
 }
 

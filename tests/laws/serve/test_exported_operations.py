@@ -43,6 +43,7 @@ OPERATIONS = {
         torch.arange(b.ids.num_bags), capacity=b.ids.capacity
     ).to_padded(3).sum(1),
     "rows added by hand": summed,
+    "numbers between two": lambda p, b: lookup(p, b.ids).values * torch.linspace(0, 1, 8),
     "the greatest of bags": lambda p, b: fr.lookup(p.tables, b.ids, MAXIMA).values,
     "ids without those that mean nothing": lambda p, b: lookup(p, fr.drop_ids(b.ids, {"a": 3})).values,
 }  # fmt: skip
@@ -63,3 +64,5 @@ def test_a_package_has_the_operations(tmp_path):
         got, want = package(batch), predict(PARAMS, batch)
         for k, x in want.items():
             torch.testing.assert_close(got[k], x, msg=lambda m, k=k: f"{k}: {m}")
+    with pytest.raises(ValueError, match=r"`batch\.dense` would not be read"):
+        package(fr.Batch(batch.ids, dense=torch.ones(0, 3)))

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -366,6 +367,8 @@ def test_a_swap_that_fails_changes_nothing(path, tmp_path):
     want = package(batch)
     other = packages.params().dense
     bad = [fr.save_weights(tmp_path / "a", {"w": torch.ones(2)}), fr.save_weights(tmp_path / "b", other)]
+    more = replace(packages.params(1), dense={**packages.params(1).dense, "more": torch.ones(1)})
+    bad.append(fr.save_weights(tmp_path / "e", more))
     bad.append(fr.save_weights(tmp_path / "c", packages.params(1).to(torch.float64)))
     bad.append(fr.save_weights(tmp_path / "d", packages.params(1)))
     flipped(FILE, -4)(bad[-1])

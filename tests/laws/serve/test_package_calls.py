@@ -43,6 +43,17 @@ def test_answers_are_nobodys_memory(path, bags):
     assert all(torch.equal(x, want[n]) for n, x in again.items()) and not batch.dense.any()
 
 
+def test_what_a_package_has_not(path):
+    """A package says what it reads and answers. Rows without an encoding, and more ids than it takes, raise."""
+    package = fr.load_package(path)
+    assert repr(package) == f"Package(a -> w, dense, two, x; version {package.version!r})"
+    with pytest.raises(ValueError, match="the package has no encoding"):
+        package.encode({"a": [[1]]})
+    many = fr.KeyedJaggedTensor.from_lists({"a": [[1] * (package.manifest["max_ids"] + 1)]})
+    with pytest.raises(ValueError, match="too many ids"):
+        package(fr.Batch(many, dense=torch.ones(1, 3)))
+
+
 def test_packages_are_not_staged(path):
     """A package inside fr.jit, torch.export or a fake mode raises, because the package would get no values."""
     package = fr.load_package(path)
