@@ -1,6 +1,7 @@
 """evaluate_retrieval equals sets in Python, over any split of the queries, any form of the items, and any groups."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,7 +108,11 @@ def test_an_index_that_finds_all_is_exact(kind):
     queries = [([i % R], [(i + 1) % R, (i + 2) % R][: i % 3], 1.0) for i in range(12)]
     items = torch.randint(-9, 9, (R, D), generator=torch.Generator().manual_seed(3)).float()
     index = fr.build_index(items, kind, **({"num_lists": 2} if kind == "ivf" else {}))
-    assert judged([batch_of(queries)], index, effort=100 if kind == "hnsw" else 2) == judged([batch_of(queries)], items)
+    batch, effort = batch_of(queries), 100 if kind == "hnsw" else 2
+    nothing = batch_of([(wanted, [], w) for wanted, _, w in queries])
+    assert judged([batch], index, effort=effort) == judged([batch], items)
+    assert judged([batch], index, effort=effort, seen=None) == judged([batch], items, seen=None)
+    assert judged([nothing], index, effort=effort) == judged([batch], items, seen=None)
 
 
 def test_quantized_items_have_the_numbers_of_their_values():
@@ -140,6 +145,13 @@ BAD = {
     "no vectors": (lambda: fr.evaluate_retrieval(lambda p, b: b.dense[0], 0, [ONE], ITEMS, "wanted"), TypeError,
         "`query(params, batch)` are not vectors"),
     "no bags": (lambda: judged([ONE], seen=lambda b: b.dense), TypeError, "`seen` gave no bags"),
+    "NaN in a vector": (
+        lambda: fr.evaluate_retrieval(query, torch.full((D, D), math.nan), [ONE], ITEMS, "wanted"), ValueError,
+        "`query(params, batch)` have NaN", "NaN in row 0"),
+    "fewer weights": (lambda: judged([ONE], weight=lambda b: b.weight[:1]), TypeError,
+        "`weight` gave no number for each query"),
+    "shared bags": (lambda: judged([replace(ONE, ids=fr.dedup_bags(ONE.ids))]), ValueError,
+        "`relevant` has bags that queries share"),
     "other bags": (lambda: judged([ONE], seen=lambda b: fr.JaggedTensor.from_lists([[1]])), ValueError,
         "bags of other queries"),
     "fewer items": (lambda: judged([ONE], ITEMS[:3]), ValueError, "rows that no item has"),

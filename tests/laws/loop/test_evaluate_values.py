@@ -1,5 +1,6 @@
 """Metrics of several values have a name for each value in fr.evaluate, fr.evaluate_retrieval and fr.fit."""
 
+import collections
 import math
 
 import numpy as np
@@ -54,6 +55,13 @@ def test_functions_of_all_examples_that_return_arrays():
     for t in range(T):
         y, p = LABELS[:, t].numpy(), SCORES[:, t].numpy()
         assert got[f"f1.{t}"] == f1_score(y, p > 0.5) and got[f"auc.label {t}"] == roc_auc_score(y, p)
+
+
+def test_named_tuples_name_their_numbers():
+    """A metric that returns a named tuple, such as scipy's tests do, has a number for each field."""
+    Test = collections.namedtuple("Test", ["statistic", "pvalue"])
+    got = evaluate({"test": lambda p, y, w: Test(p.mean(), (3, 4))})
+    assert list(got) == ["test.statistic", "test.pvalue.0", "test.pvalue.1"] and got["test.pvalue.1"] == 4
 
 
 def test_groups_of_tasks_have_both_names():

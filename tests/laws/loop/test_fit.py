@@ -235,6 +235,9 @@ def test_records_tell_what_happened(tmp_path, capsys):
         def add_scalar(self, name, number, at):
             scalars.append((name, number, at))
 
+        def flush(self):
+            scalars.append("flushed")
+
     log, table = tmp_path / "log.jsonl", tmp_path / "log.csv"
     written = [fr.loop.json_lines(log), fr.loop.csv_lines(table), fr.loop.tensorboard(Writer(), every=3)]
     done = fit(callbacks=[seen.append, *written, fr.loop.print_epoch])
@@ -250,7 +253,9 @@ def test_records_tell_what_happened(tmp_path, capsys):
     written[0](fr.loop.Record("epoch", 2, 9, {"epoch": 2, "loss": math.inf}, None))
     assert json.loads(log.read_text().splitlines()[2]) == {"epoch": 2, "loss": None}
     assert ("epoch/auc", done.history[1]["auc"], 1) in scalars
-    assert [at for name, _, at in scalars if name == "step/loss"] == [3, 6]
+    kinds = [x if x == "flushed" else x[0] for x in scalars]
+    assert kinds.count("flushed") == 2 and kinds[-1] == "flushed"  # an epoch's numbers can be seen at its end
+    assert [x[2] for x in scalars if x[0] == "step/loss"] == [3, 6]
     assert capsys.readouterr().out.splitlines()[1].startswith("epoch   1  loss 0.")
 
 

@@ -4,6 +4,7 @@ import functools
 import math
 import signal
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,6 +103,14 @@ def test_bad_ids_of_later_batches_raise(loader, how):
     assert steps == [1]
     with pytest.raises(fr.CheckError, match="in the last batch of epoch 0"):
         fr.fit(STEP, start(), [GOOD, WORSE], epochs=1, **how)
+
+
+def test_bags_of_a_later_batch_that_end_before_they_begin_raise():
+    """Offsets that descend in a later batch raise before its step."""
+    ids = GOOD.ids
+    turned = fr.Batch(replace(ids, offsets=ids.offsets.flip(0)), LABEL)
+    with pytest.raises(fr.CheckError, match=r"batch\.ids\.offsets"):
+        fr.fit(STEP, start(), [GOOD, turned], epochs=1)
 
 
 def test_bad_ids_of_the_first_batch_are_counted_too():

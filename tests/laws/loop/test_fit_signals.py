@@ -3,6 +3,7 @@ loader."""
 
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -268,3 +269,17 @@ def test_parameters_are_no_state():
     step = fr.train_step(lambda params, batch: params.dense.square())
     with pytest.raises(TypeError, match=r"(?s)`state` is not a TrainState.*step.init\(params\)"):
         fr.fit(step, fr.Params({}, torch.tensor(2.0)), [None], epochs=1)
+
+
+def test_other_threads_hear_no_signal():
+    """Signals reach the main thread only: elsewhere the number is 0, and no handler changes."""
+    before, found = signal.getsignal(signal.SIGINT), []
+
+    def ask():
+        with fr.loop.listen() as asked:
+            found.append((asked(), signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert found == [(0, before)]
