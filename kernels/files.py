@@ -15,7 +15,6 @@ import hashlib
 import os
 import re
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -46,10 +45,9 @@ def folder() -> Path:
 
 def is_off() -> bool:
     """Return whether TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 or torch's config turns torch's caches off."""
-    config = sys.modules.get("torch._inductor.config")
-    if config is not None:
-        return config.force_disable_caches
-    return os.environ.get("TORCHINDUCTOR_FORCE_DISABLE_CACHES") == "1"
+    from torch._inductor import config  # torch's tracer has imported it
+
+    return config.force_disable_caches
 
 
 def is_whole(path: Path) -> bool:

@@ -18,6 +18,7 @@ import torch
 from funcrec.kernels import files
 from torch._inductor import codecache, config, cpp_builder, cpu_vec_isa
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.runtime import cache_dir_utils
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
@@ -156,6 +157,28 @@ def test_caches_that_are_off_keep_nothing(place):
     with config.patch(force_disable_caches=True):
         assert fr.jit(lambda x: x @ x)(torch.eye(2)).tolist() == torch.eye(2).tolist()
     assert not place.exists()
+
+
+def test_the_folder_is_torchs(monkeypatch):
+    """Without a variable, the folder lies in torch's folder for compiled code, named by the user."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert files.folder() == Path(cache_dir_utils.default_cache_dir(), "funcrec")
+    monkeypatch.setattr("getpass.getuser", lambda: r"a\b:c")
+    assert files.folder() == Path(cache_dir_utils.default_cache_dir(), "funcrec")
+    monkeypatch.setattr("getpass.getuser", lambda: {}["a user without a name"])
+    assert files.folder().parent.name == f"torchinductor_uid_{os.getuid()}"
+
+
+def test_a_folder_without_locks_keeps_code(place, monkeypatch):
+    """Where the system refuses a lock, as in some networks' folders, code is made and kept all the same."""
+
+    def refuse(file, how):
+        raise OSError(95, "not supported")
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    write = lambda path: path.write_bytes(b"x" * 40)
+    assert files.load("x.so", write, Path.read_bytes)[:40] == b"x" * 40
+    assert files.load("x.so", None, Path.read_bytes)[:40] == b"x" * 40
 
 
 def test_what_is_interrupted_leaves_no_file(place):

@@ -75,6 +75,26 @@ def test_a_rule_in_blocks_is_the_reference(dtype, rounds, block_bytes, ids, monk
     assert not torch.equal(got[0]["t"], tables["t"])
 
 
+BY_NUMBER = torch.tensor([1j, 2.0, 0.0, -1.0])
+LACKING = {
+    "a quotient to the floor": lambda grad: grad.div(0.3, rounding_mode="floor"),
+    "bounds by tensors": lambda grad: grad.clamp(min=grad.mean(), max=grad.amax()),
+    "a complex factor": lambda grad: (grad * BY_NUMBER).real,
+    "whole numbers": lambda grad: grad * (grad > 0).long().bitwise_left_shift(2).remainder(3),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_rules_that_the_kernel_lacks(name):
+    """A rule with such an operation says so, and has the reference's bits."""
+    rule = lambda row, grad, slots, hyper: (row - hyper.lr * LACKING[name](grad), slots)
+    optimizer, tables = fr.optim.row_optimizer(init=lambda t: {}, rule=rule, lr=0.5), tables_of()
+    slots = optimizer.init(tables)
+    with pytest.warns(UserWarning, match="not a part of the kernel"):
+        got = step(optimizer, tables, slots, implementation="cpp")
+    assert_trees_close(got, step(optimizer, tables, slots, implementation="reference"), rtol=0, atol=0)
+
+
 def test_members_of_a_rule_in_blocks():
     """Under vmap, each member gets the bits of an update of its own."""
     optimizer, tables = in_blocks(), tables_of()

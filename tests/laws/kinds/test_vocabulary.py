@@ -22,6 +22,7 @@ from programs.surroundings import on_threads
 from programs.vocabulary_model import LOWER, Model
 
 import funcrec as fr
+from funcrec.kinds._admission import choose, settle, settled
 from funcrec.testing import assert_trees_close
 from funcrec.testing import strategies as frs
 
@@ -285,6 +286,18 @@ def test_vmap_is_a_step_of_each_member():
     same(
         torch.func.vmap(fr.find)(stacked, ids), torch.stack([fr.find(v, i) for v, i in zip(members, ids, strict=True)])
     )
+
+
+@pytest.mark.parametrize("implementation", ["cpp", "reference"])
+def test_a_step_in_place_is_the_step(implementation):
+    """Written in the vocabulary's own memory, a step has the bits of the pure step."""
+    with ops.using(implementation):
+        it, ids = fr.admit(fr.vocabulary(128, admit=2), tensor([1, 2, 1]))[0], tensor([2, 3, 3, 9])
+        choice = choose(it, ids)
+        want, mine = settled(it, choice), fr.copy(it)
+        now = settle(mine, choice)
+        same(now, want)
+    assert now.tags.data_ptr() == mine.tags.data_ptr()
 
 
 def test_an_empty_step_only_moves_the_clock():

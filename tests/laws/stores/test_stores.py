@@ -106,6 +106,24 @@ def test_both_implementations_move_the_same_bytes(tmp_path_factory, seed, count,
         is_same(found, torch.zeros(NUM_ROWS, 3).index_copy(0, rows, records[place]))
 
 
+@pytest.mark.parametrize("implementation", ["cpp", "reference"])
+def test_records_that_cannot_be_moved_raise(implementation, tmp_path):
+    """A file that ends before a record, an error of the system, and records of other rows raise."""
+    from funcrec.kernels.records import read_records, write_records
+
+    path, rows, records = tmp_path / "file", torch.tensor([0, 3]), torch.zeros(2, 3)
+    path.write_bytes(bytes(3 * 12))
+    fd, how = os.open(path, os.O_RDONLY), {"implementation": implementation}
+    with pytest.raises(EOFError, match="the file ends before a record"):
+        read_records(fd, rows, records, **how)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        write_records(fd, rows, records, **how)
+    for wrong in (torch.zeros(3, 3), torch.zeros(2), torch.zeros(3, 2).t()):
+        with pytest.raises(ValueError, match="rows and records do not fit"):
+            read_records(fd, rows, wrong, **how)
+    os.close(fd)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.uint8], ids=str)
 def test_records_of_each_dtype_keep_their_bits(dtype, tmp_path):
     """A record comes back with its dtype and its bits, NaN included."""
