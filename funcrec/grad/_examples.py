@@ -123,7 +123,8 @@ def example_dots(grads: Params, other: Params) -> Tensor:
         theirs = [(coalesced[name], first[name]) for name in same_dim]
         rows = torch.cat([torch.where(g.valid, g.rows.long() + r, -1) for g, r in theirs])
         rows, order = rows.sort()
-        if not rows.shape[0]:
+        if not rows.shape[0]:  # `other` read no table
+            out.append(values.new_zeros(count))
             continue
         at = torch.searchsorted(rows, row).clamp(max=rows.shape[0] - 1)
         gradient = torch.cat([g.grads for g, _ in theirs]).index_select(0, order[at])

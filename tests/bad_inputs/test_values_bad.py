@@ -39,6 +39,12 @@ WRONG = {  # call: (kind, the part of the message that names the argument)
     "codes of '4'": (lambda: fr.QuantizedTables({"t": BYTES}, (("t", 8, "4"),)), TypeError, "forms` are not forms"),
     "codes of 4.0": (lambda: fr.QuantizedTables({"t": BYTES}, (("t", 8, 4.0),)), TypeError, "forms` are not forms"),
     "codes of 8.0 bits": (lambda: fr.QuantizedTables({"t": BYTES}, (("t", 8.0, 4),)), TypeError, "are not forms"),
+    "codes of another order": (
+        lambda: fr.QuantizedTables({"t": BYTES, "u": BYTES}, (("u", 8, 4), ("t", 8, 4))), ValueError,
+        "do not match the tables"),
+    "codes of 3 bits": (lambda: fr.QuantizedTables({"t": BYTES}, (("t", 3, 4),)), ValueError, "have unknown bits"),
+    "floats for codes": (lambda: fr.QuantizedTables({"t": BYTES.float()}, (("t", 8, 4),)), TypeError,
+        "is not stored as its form says"),
     "codes of -4": (lambda: fr.QuantizedTables({"t": BYTES}, (("t", 8, -4),)), TypeError, "forms` are not forms"),
     "a mesh without its name": (lambda: fr.shard(IDS, fr.P(), fr.Mesh.emulated(x=1)), TypeError, "not those that it"),
     "quantised, as tensors": (lambda: fr.save_safetensors("t", fr.quantize({"t": torch.ones(2, 3)})), TypeError,

@@ -204,6 +204,20 @@ def test_aux_of_each_example_is_refused():
     assert torch.equal(aux["logits"], batch.label)
 
 
+@pytest.mark.parametrize(
+    "auxs, kind, words",
+    [(("a", "b"), ValueError, "differs between micro-batches(.|\n)*'a' and others"),
+     ((1.0, True), ValueError, "differs between micro-batches"),
+     (({"x": 1.0}, [1.0]), TypeError, "has another structure in some micro-batches")],
+)  # fmt: skip
+def test_aux_that_differs_is_refused(auxs, kind, words):
+    """aux that is no tensor has one value and one structure in all micro-batches."""
+    params, batch = drawn(2)
+    own = lambda p, b: (plain_loss(p, b), auxs[int(not torch.equal(b.label, batch.label[:4]))])
+    with pytest.raises(kind, match=rf"`aux` {words}"):
+        fr.accumulate_grads(own, 2, has_aux=True)(params, batch)
+
+
 def test_an_empty_batch_is_what_it_is_whole():
     """Without examples, the loss of micro-batches is NaN like that of the whole batch. No row has a gradient."""
     params, _ = drawn(0)
@@ -295,3 +309,9 @@ def test_other_weighted_means_in_some_calls_are_refused(more):
 
     with pytest.raises(ValueError, match="the loss is not a function of its arguments"):
         fr.accumulate_grads(loss_fn, 2)(params, batch)
+    by_part = lambda p, b: sum(
+        fr.losses.weighted_mean((logits(p, b) - b.label).square(), b.weight)
+        for _ in range(1 + torch.equal(b.label, batch.label[: len(b.label)]))
+    )
+    with pytest.raises(ValueError, match="the loss is not a function of its arguments"):
+        fr.accumulate_grads(by_part, 2)(params, batch)

@@ -430,6 +430,23 @@ def test_only_values_like_the_small_parameters_are_put_back():
         assert f"`values.tables['{name}']` does not fit" in str(error.value) and words in str(error.value)
 
 
+def test_losses_and_directions_of_other_forms_are_refused():
+    """A product with the Hessian needs one number, that with the Fisher matrix one for each example, and both a
+    direction like the parameters."""
+    params, batch = drawn(8)
+    each = lambda p, b: loss_fn(p, b).expand(2)
+    with pytest.raises(TypeError, match=r"the loss is not a scalar.\n  got   f64\[2\]"):
+        fr.hvp(each)(params, params, batch)
+    with pytest.raises(TypeError, match=r"the losses are not one for each example.\n  got   f64\[\]"):
+        fr.fisher_product(loss_fn)(params, params, batch)
+    of = fr.of_rows(loss_fn, params, batch)
+    longer = {n: torch.cat([t, t]) for n, t in params.tables.items()}
+    with pytest.raises(ValueError, match=r"`direction.tables\['item'\]` does not fit"):
+        of.take(fr.Params(longer, params.dense))
+    with pytest.raises(ValueError, match=r"`direction.dense.*` has another shape or dtype"):
+        of.take(fr.Params({}, fr.tree.map(lambda x: x[None], params.dense)))
+
+
 def test_it_pickles_without_the_whole_tables():
     """A pickled function has the same bits, and holds the rows that it reads, not the tables."""
     params, batch = drawn(1)

@@ -248,6 +248,18 @@ def test_inner_products_pair_leaves_by_name():
         fr.example_dots(grads, fr.Params({}, {"no": torch.ones(2), "such": torch.ones(2)}))
 
 
+def test_inner_products_with_a_gradient_of_no_ids():
+    """A gradient that read no row is orthogonal to every example, also where there is no dense leaf."""
+    loss_fn = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("a", table="t")]).values.square().sum()
+    params, ids = (
+        fr.Params({"t": torch.ones(3, 2)}, {}),
+        lambda bags: fr.KeyedJaggedTensor.from_lists({"a": bags}, dtype=torch.int64),
+    )
+    grads = fr.per_example_grads(loss_fn)(params, ids([[1], [0, 2]]))[1]
+    none, some = (fr.value_and_grad(loss_fn)(params, ids(bags))[1] for bags in ([[], []], [[1]]))
+    assert fr.example_dots(grads, none).tolist() == [0, 0] and fr.example_dots(grads, some).tolist() == [8, 0]
+
+
 def test_norms_of_sixteen_bits_do_not_overflow():
     """Squares of f16 gradients are summed in f32."""
     loss_fn = lambda p, x: (p.dense * x).sum(-1).mean()
@@ -274,6 +286,10 @@ def test_gradients_that_are_not_of_examples_are_refused():
         fr.sum_examples(grads, torch.ones(5))
     with pytest.raises(ValueError, match="other numbers of examples in some leaves"):
         fr.sum_examples(fr.Params(grads.tables, {"w": torch.ones(5, 14)}))
+    with pytest.raises(ValueError, match="`grads` is empty"):
+        fr.example_norms(fr.Params({}, {}))
+    with pytest.raises(ValueError, match="an example with too many ids"):
+        fr.per_example_grads(plain, max_ids=1)(params, batch)
     with pytest.raises(TypeError, match="is not one gradient"):
         fr.example_dots(grads, grads)
     with pytest.raises(ValueError, match="other tables"):
