@@ -12,7 +12,6 @@ from funcrec.mesh._axes import rank_at as rank_at
 from funcrec.mesh._by_tree import pushed as pushed
 from funcrec.mesh._by_tree import sum_of_kept as sum_of_kept
 from funcrec.mesh._codec import Codec as Codec
-from funcrec.mesh._codec import codec_problems as codec_problems
 from funcrec.mesh._codec import send as send
 from funcrec.mesh._collectives import all_gather as all_gather
 from funcrec.mesh._collectives import all_to_all as all_to_all

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, field_problems, one_level_below, written
+from funcrec.core import check, field_problems, one_level_below, written
 from funcrec.kernels import library
 from funcrec.mesh._axes import Axis, bind, bound_axes
 from funcrec.mesh._collectives import all_gather, all_to_all
@@ -300,12 +300,3 @@ def _tangents(trip: _Trip, markers: Sequence[Tensor], tangents: Sequence[Tensor 
     for i, y in zip(moving, _CodedExchange.apply(own, *markers, *(tangents[i] for i in moving)), strict=True):
         out[i] = y
     return tuple(out)
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def codec_problems(codec: object) -> Iterator[Problem]:
-    if codec is not None and not isinstance(codec, Codec):
-        hint = "fr.Codec(forward='bfloat16', backward='bfloat16')"
-        yield Problem("`codec` is not a Codec.", repr(codec), "a Codec, or None", hint, TypeError)

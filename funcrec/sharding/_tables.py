@@ -38,7 +38,7 @@ from funcrec.kinds import (
     shard_specs,
     stored,
 )
-from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
+from funcrec.mesh import Codec, Mesh, P, unshard
 from funcrec.sharding._copies import copy_problems
 from funcrec.sharding._fake_quantized import read_fake
 from funcrec.sharding._lookup import check_bound, read_each, read_sharded
@@ -143,7 +143,7 @@ def shard_tables(
     check(call, placed_problems(tables))
     forms = kind_of_tables(tables).forms(tables)
     check(call, table_tensor_problems({n: t for n, t in tables.items() if n not in forms}))
-    check(call, codec_problems(codec), dedup_problems(exact, dedup))
+    check(call, dedup_problems(exact, dedup))
     check(call, row_problems(tables), one_device_problems(tables))
     shapes = {n: (t.shape[0], forms[n][1] if n in forms else t.shape[1]) for n, t in tables.items()}
     bits = {n: b for n, (b, _) in forms.items()}

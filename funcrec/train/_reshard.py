@@ -6,12 +6,11 @@ Shapes: R rows, D dim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, is_wrapped, sure, tree_leaves, typed
-from funcrec.mesh import Codec, Mesh, Ranks, codec_problems, is_readable, together
+from funcrec.mesh import Codec, Mesh, Ranks, is_readable, together
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import (
     Layout,
@@ -146,8 +145,7 @@ def reshard(
     """
     call = "funcrec.reshard"
     source = mesh if from_mesh is None else from_mesh
-    check(call, argument_problems(state, mesh, source, sparse), codec_problems(codec), dedup_problems(exact, dedup))
-    check(call, dense_axes_problems(mesh, dense_axes))
+    check(call, dedup_problems(exact, dedup), dense_axes_problems(mesh, dense_axes))
     old_layout = layout_in(state.tables)
     is_far = old_layout is not None and not source.is_emulated and not mesh.is_emulated
     if old_layout is not None:
@@ -250,7 +248,7 @@ def leaves_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def check_on_ranks(call: str, doing: str, state: Any, mesh: Mesh, is_far: bool = False) -> None:
+def check_on_ranks(call: str, doing: str, state: TrainState, mesh: Mesh, is_far: bool = False) -> None:
     """Check that a state is sharded on this mesh, before its ranks exchange rows.
 
     If values can be read here, an error on one rank, or another call of it, is an error on every rank.
@@ -267,22 +265,9 @@ def check_on_ranks(call: str, doing: str, state: Any, mesh: Mesh, is_far: bool =
     check(call, copy_problems(state.tables.layout, leaves_of(state), mesh))
 
 
-def sharded_problems(state: Any) -> Iterator[Problem]:
-    if not isinstance(state, TrainState):
-        yield Problem("`state` is not a TrainState.", describe(state), "TrainState", "step.init(params)", TypeError)
-    elif layout_in(state.tables) is None:
+def sharded_problems(state: TrainState) -> Iterator[Problem]:
+    if layout_in(state.tables) is None:
         yield Problem("`state` is not sharded.", repr(state), "ShardedTables in it", "fr.reshard", TypeError)
-
-
-def argument_problems(state: Any, mesh: Any, source: Any, sparse: Any) -> Iterator[Problem]:
-    if not isinstance(state, TrainState):
-        yield Problem("`state` is not a TrainState.", describe(state), "TrainState", "step.init(params)", TypeError)
-    for name, x in {"mesh": mesh, "from_mesh": source}.items():
-        if not isinstance(x, Mesh):
-            yield Problem(f"`{name}` is not a mesh.", describe(x), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
-    if not isinstance(sparse, RowOptimizer):
-        hint = "fr.optim.rowwise_adagrad(lr=0.01)"
-        yield Problem("`sparse` is not a row optimizer.", describe(sparse), "a RowOptimizer", hint, TypeError)
 
 
 def mesh_problems(layout: Layout, mesh: Mesh) -> Iterator[Problem]:

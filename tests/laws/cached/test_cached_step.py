@@ -511,3 +511,27 @@ def test_read_rows_are_differentiated():
     params, of_rows = both.cached.read(both.state.params, batch)
     of = lambda params, batch: torch.func.hessian(lambda d: loss_fn(fr.Params(params.tables, d), batch))(params.dense)
     assert torch.equal(of(params, of_rows), of(both.whole.params, batch))
+
+
+def test_states_and_stores_that_do_not_fit_are_refused():
+    """No store, one of another rank, states of other stores or on a mesh, and tables twice raise."""
+    both, batch = Both(), batches_of(1, 1)[0]
+    sparse, config = OPTIMIZERS["adam"], both.configs[0]
+    step, store = fr.train_step(loss_fn, sparse=sparse, admit=False), both.store
+    with pytest.raises(ValueError, match="`stores` are empty"):
+        fr.cached_step(step, {})
+    with pytest.raises(ValueError, match=r"store 'users' is that of another rank.*\n  got   part \(1, 2\)"):
+        fr.cached_step(step, {"users": dataclasses.replace(store, part=(1, 2))})
+    with pytest.raises(ValueError, match="`stores` are not those of the tables"):
+        fr.cached_step(step, {"others": store})(both.state, batch)
+    for call in (both.cached.commit, both.cached.rollback, lambda state: both.cached(state, batch)):
+        with pytest.raises(TypeError, match="is not a (state|TrainState)"):
+            call(3)
+    mesh = fr.Mesh.emulated(a=1)
+    plan = fr.Plan({c.name: fr.replicated() for c in both.configs})
+    with pytest.raises(ValueError, match="`state` lies on a mesh"):
+        both.cached(fr.reshard(both.state, plan, mesh=mesh, sparse=sparse), batch)
+    with pytest.raises(ValueError, match="is in memory and in a store"):
+        fr.cached_tables({config.name: torch.ones(3, 2)}, {"users": fr.CacheConfig(store, capacity=128, features=[])})
+    with pytest.raises(ValueError, match="name a table twice"):
+        fr.table_store([config, config], sparse, key=KEY)
