@@ -525,7 +525,7 @@ def test_states_and_stores_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="`stores` are not those of the tables"):
         fr.cached_step(step, {"others": store})(both.state, batch)
     for call in (both.cached.commit, both.cached.rollback, lambda state: both.cached(state, batch)):
-        with pytest.raises(TypeError, match="is not a (state|TrainState)"):
+        with pytest.raises(TypeError, match=r"is not a (state|TrainState)"):
             call(3)
     mesh = fr.Mesh.emulated(a=1)
     plan = fr.Plan({c.name: fr.replicated() for c in both.configs})
