@@ -308,3 +308,23 @@ def test_ranks_must_fit_the_axes(ranks):
 
 def three_ranks():
     fr.Mesh.distributed(data=3)
+
+
+def other_sizes():
+    """Return what meshes of three and of four ranks say on this rank, and what a debugged mesh says after another."""
+    told = []
+    fr.Mesh.distributed(x=2)
+    for call in (lambda: fr.Mesh.distributed(x=3), lambda: fr.Mesh.distributed(x=2, y=2),
+                 lambda: fr.Mesh.distributed(x=2, debug=True)):  # fmt: skip
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_axes_of_another_number_of_ranks_are_refused(ranks):
+    """Axes that do not multiply to the number of ranks raise on all ranks, and so does `debug` after the first mesh."""
+    for three, four, late in ranks(2).run(other_sizes):
+        assert "the axes do not multiply to the number of ranks" in three and "x=3 = 3; 2 ranks" in three
+        assert "x=2 · y=2 = 4; 2 ranks" in four and "`debug` is set too late" in late
