@@ -42,6 +42,12 @@ def test_ranks_go_on_from_one_checkpoint(ranks, tmp_path):
         assert "is another on some of the ranks" in text and "rank 1 has one of epoch 1, batch 0" in text
 
 
+def test_a_checkpoint_that_one_rank_sees_is_none(ranks, tmp_path):
+    """If the other ranks do not see the checkpoint of the first rank, all ranks raise and name them."""
+    for text in ranks(2).run(loops.seen_by_one, str(tmp_path)):
+        assert "is not one for all ranks" in text and "not seen by rank 1" in text
+
+
 def test_the_first_rank_says_when_minutes_are_over(ranks, tmp_path):
     """With `save_every_minutes` all ranks save after the same step. The first rank's clock decides."""
     first, second = ranks(2).run(loops.saved_by_the_clock, str(tmp_path / "run.pt"), 3.0)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from unittest import mock
 
 import torch
 
@@ -95,6 +96,20 @@ def resumed(folder):
         fr.fit(add, torch.tensor(0.0), [1.0] * 3, epochs=2, checkpoint=path, resume="auto", mesh=mesh)
     except ValueError as error:
         return str(error)
+    return ""
+
+
+def seen_by_one(folder):
+    """Return the error of a rank when only the first rank sees the checkpoint, however long the others wait."""
+    mesh = fr.Mesh.distributed(data=2)
+    path, add = f"{folder}/{mesh.coordinates['data']}", lambda state, batch: (state + batch, {})
+    if mesh.coordinates["data"] == 0:
+        fr.fit(add, torch.tensor(0.0), [1.0] * 3, epochs=1, checkpoint=path)
+    with mock.patch.object(_run_state, "APPEAR_S", 0.2):
+        try:
+            fr.fit(add, torch.tensor(0.0), [1.0] * 3, epochs=2, checkpoint=path, resume="auto", mesh=mesh)
+        except ValueError as error:
+            return str(error)
     return ""
 
 
