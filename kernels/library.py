@@ -12,19 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
-from funcrec.kernels import attention, draws, extrema, interaction, invariant, stacks, vocabulary
-from funcrec.kernels.forms import (
-    accumulation_dtype,
-    capacities,
-    check_coded,
-    check_tables,
-    features_of,
-    row_bytes,
-    score_dtype,
-    segments_of,
-    widest,
-    width_of,
-)
+from funcrec.kernels import attention, draws, extrema, forms, interaction, invariant, stacks, vocabulary
 from funcrec.kernels.rules import RULES
 from funcrec.kernels.tracked import is_differentiating, is_tracked_here
 from torch import Tensor
@@ -86,19 +74,19 @@ IN_PLACE = {name: f"{name}_" for name in WRITTEN}
 
 
 def _pooled_lookup(tables, rows, offsets, weights, features, num_bags, blocks=1):
-    features = features_of(features)
-    dtype = widest([tables[f.table] for f in features])
-    return offsets.new_empty((blocks * num_bags, width_of(features, tables) // blocks), dtype=dtype)
+    features = forms.features_of(features)
+    dtype = forms.widest([tables[f.table] for f in features])
+    return offsets.new_empty((blocks * num_bags, forms.width_of(features, tables) // blocks), dtype=dtype)
 
 
 def _expand(d, rows, offsets, weights, segments, shapes):
-    sizes = capacities(segments_of(segments), rows, len(shapes) // 2)
+    sizes = forms.capacities(forms.segments_of(segments), rows, len(shapes) // 2)
     return [x for k, dim in zip(sizes, shapes[1::2], strict=True) for x in _entries(k, dim, d, rows)]
 
 
 def _coalesce(d, rows, offsets, weights, segments, shapes):
     out = []
-    sizes = capacities(segments_of(segments), rows, len(shapes) // 2)
+    sizes = forms.capacities(forms.segments_of(segments), rows, len(shapes) // 2)
     for k, num_rows, dim in zip(sizes, shapes[::2], shapes[1::2], strict=True):
         distinct, grads = _entries(min(k, num_rows), dim, d, rows)
         out += [distinct, grads, distinct.new_empty(()), torch.empty_like(distinct)]
@@ -107,7 +95,7 @@ def _coalesce(d, rows, offsets, weights, segments, shapes):
 
 def _entries(capacity, dim, d, rows):
     like = (*d, *rows, torch.empty(0))[0]
-    dtype = accumulation_dtype(d[0].dtype) if d else torch.float32
+    dtype = forms.accumulation_dtype(d[0].dtype) if d else torch.float32
     return like.new_empty(capacity, dtype=torch.int64), like.new_empty((capacity, dim), dtype=dtype)
 
 
@@ -129,18 +117,18 @@ def _owner_blocks(ids, offsets, lanes, slots, num_bags, num_ranks, room, wide, p
 
 
 def _quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, dims):
-    check_tables("quantized_lookup", tables, bits, dims)
+    forms.check_tables("quantized_lookup", tables, bits, dims)
     width = max((c + dims[t] for t, c in zip(features[::7], features[6::7], strict=True)), default=0)
     return offsets.new_empty((num_bags, width), dtype=torch.float32)
 
 
 def _quantized_rows(table, rows, bits, dim):
-    check_coded("quantized_rows", table, bits, dim)
+    forms.check_coded("quantized_rows", table, bits, dim)
     return table.new_empty((rows.shape[0], dim), dtype=torch.float32)
 
 
 def _top_k(queries, items, rows, offsets, k, bits=0):
-    dtype = score_dtype(queries, items, bits)
+    dtype = forms.score_dtype(queries, items, bits)
     return tuple(queries.new_empty((queries.shape[0], k), dtype=d) for d in (dtype, torch.int64))
 
 
@@ -153,7 +141,7 @@ FAKES: dict[str, Callable] = {
     "pooled_lookup": _pooled_lookup,
     "pooled_lookup_weights": lambda d_out, tables, rows, offsets, weights, features: torch.empty_like(weights),
     "gather_rows": lambda table, rows: table.new_empty(
-        (rows.shape[0], table.shape[1]), dtype=accumulation_dtype(table.dtype)
+        (rows.shape[0], table.shape[1]), dtype=forms.accumulation_dtype(table.dtype)
     ),
     "scatter_rows": lambda table, rows, count, new: blank(table),
     "expand": _expand,
@@ -170,7 +158,7 @@ FAKES: dict[str, Callable] = {
     "quantized_lookup": _quantized_lookup,
     "quantized_rows": _quantized_rows,
     "quantize_rows": lambda table, bits, key=None: table.new_empty(
-        (table.shape[0], row_bytes(bits, table.shape[1])), dtype=torch.uint8
+        (table.shape[0], forms.row_bytes(bits, table.shape[1])), dtype=torch.uint8
     ),
     **attention.FAKES,
     **draws.FAKES,
@@ -279,9 +267,16 @@ def _define(namespace: str, module: object) -> None:
             fake = stacks.lookup_of_members(fake)
         elif name == "to_padded":
             run = filled(run)
+        if usual := getattr(module, "USUAL", {}).get(written):
+            run = _usual_first(usual, run)
         if name in IN_PLACE:
             run, in_place = _pure(run, name), run
         define(namespace, name, schema, run, fake, in_place=in_place, stacked=STACKED.get(name, ()))
+
+
+def _usual_first(usual: Callable, run: Callable) -> Callable:
+    """Return an operation that calls `usual`, which returns (result,), or None for arguments that are for `run`."""
+    return lambda *args: run(*args) if (out := usual(*args)) is None else out[0]
 
 
 def define(

@@ -22,10 +22,12 @@ from funcrec.kernels.cpp._jagged import take_ranges_transpose as take_ranges_tra
 from funcrec.kernels.cpp._jagged import to_padded as to_padded
 from funcrec.kernels.cpp._lookup import gather_block as gather_block
 from funcrec.kernels.cpp._lookup import gather_rows as gather_rows
+from funcrec.kernels.cpp._lookup import planned_pooled_lookup as planned_pooled_lookup
 from funcrec.kernels.cpp._lookup import pooled_lookup as pooled_lookup
 from funcrec.kernels.cpp._lookup import pooled_lookup_weights as pooled_lookup_weights
 from funcrec.kernels.cpp._lookup import scatter_block_ as scatter_block_
 from funcrec.kernels.cpp._lookup import scatter_rows_ as scatter_rows_
+from funcrec.kernels.cpp._planned_update import planned_fused_update_ as planned_fused_update_
 from funcrec.kernels.cpp._quantized import planned_lookup as planned_lookup
 from funcrec.kernels.cpp._quantized import quantize_rows as quantize_rows
 from funcrec.kernels.cpp._quantized import quantized_lookup as quantized_lookup
@@ -47,3 +49,7 @@ from funcrec.kernels.cpp._vocabulary import settle_ids_ as settle_ids_
 
 READS_STACKS = True  # whether pooled_lookup takes a stack of tables as one tensor
 TAKES_MEMBERS = True  # whether fused_update_ takes stacks
+USUAL = {
+    "pooled_lookup": planned_pooled_lookup,
+    "fused_update_": planned_fused_update_,
+}  # or None: not the usual arguments

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 import torch
 from funcrec.kernels.cpp._native import DTYPES, bounds, call, empty, fail, ints, matrix, reals, stacks, table
+from funcrec.kernels.cpp._native import REALS as REALS_OF
 from funcrec.kernels.cpp._native import tables as described_tables
+from funcrec.kernels.cpp._planned import INTS, OUT, REALS, ROWS, Plan, Slot, are_usual, find, forgotten, plan_of, ran
 from funcrec.kernels.forms import in_blocks
 from torch import Tensor
 
@@ -29,6 +31,58 @@ def pooled_lookup(
     return pool("pooled_lookup", stacks(tables), rows, offsets, weights, features, num_bags, blocks)
 
 
+def planned_pooled_lookup(
+    tables: list[Tensor],
+    rows: list[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    features: list[int],
+    num_bags: int,
+    blocks: int = 1,
+) -> tuple[Tensor] | None:
+    """Return (the `pooled_lookup`,), or None if a tensor is not as the plan expects."""
+    given = [*tables, *rows, offsets] if weights is None else [*tables, *rows, offsets, weights]
+    form = (tables[0].dtype, tables[0].shape[-1]) if tables else ()
+    static = (len(tables), len(rows), weights is None or weights.dtype, form, num_bags, blocks, features)
+    plan = find(_plans, static, lambda *_: _plan(static, tables, rows, offsets, weights, features, num_bags, blocks))
+    if plan is None:
+        return None
+    out = (empty if plan.is_large else torch.empty)(plan.shape, dtype=torch.float32)
+    if ran(plan, [*given, out]):
+        return (out,)
+    forgotten(_plans, plan)
+    return None
+
+
+_plans: list[Plan] = []
+
+
+def _plan(
+    static: tuple, tables: list[Tensor], rows: list[Tensor], offsets: Tensor, weights: Tensor | None,
+    features: list[int], num_bags: int, blocks: int,
+) -> Plan | None:  # fmt: skip
+    """Return the plan of a lookup of f32 sums in matrices, whose weights belong to one buffer of rows."""
+    others = [*rows, offsets] if weights is None else [*rows, offsets, weights]
+    is_usual = are_usual([*tables, *others]) and all(x.dim() == 1 for x in others)
+    if not is_usual or any(x.dim() != 2 or x.dtype == torch.float64 for x in tables):
+        return None
+    weighted = {r for r, is_weighted in zip(features[1::7], features[5::7], strict=True) if is_weighted}
+    if weights is not None and (len(weighted) != 1 or weights.dtype not in REALS_OF):
+        return None
+    described = described_tables(tables)
+    numbers, out, _ = _described("pooled_lookup", described, rows, offsets, weights, features, num_bags, blocks)
+    array, of_rows = [0, *numbers], 3 + 4 * len(tables)
+    at = of_rows + 3 * len(rows) + 1 + len(features)  # of the offsets
+    slots = [Slot(2 + 4 * i, ROWS, x.shape[1], x.dtype) for i, x in enumerate(tables)]
+    slots += [Slot(of_rows + 3 * i, INTS, 0) for i in range(len(rows))]
+    slots.append(Slot(at, INTS, max(features[2::INTS_PER_FEATURE], default=0) + num_bags + 1 if features else 1))
+    if weights is not None:
+        slots.append(Slot(at + 3, REALS, of_rows + 3 * weighted.pop() + 2, weights.dtype))
+    slots.append(Slot(len(array) - 1, OUT, out.shape[1], torch.float32))
+    own = features if type(features) is tuple else [*features]  # a copy: a caller may change its list
+    return plan_of((*static[:-1], own), "pooled_lookup", array, slots, tuple(out.shape))
+
+
 def pool(
     name: str,
     described: list[int],
@@ -43,6 +97,23 @@ def pool(
 
     `described` holds four numbers for each table.
     """
+    numbers, out, kept = _described(name, described, rows, offsets, weights, features, num_bags, blocks)
+    call(name, numbers)
+    del kept
+    return out
+
+
+def _described(
+    name: str,
+    described: list[int],
+    rows: list[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    features: list[int],
+    num_bags: int,
+    blocks: int,
+) -> tuple[list[int], Tensor, tuple]:
+    """Return the numbers of a pooled lookup, its output, and the tensors that must outlive the call."""
     rows, offsets = [r.contiguous() for r in rows], offsets.contiguous()
     dtypes = described[1::4]
     width = feature_width(tuple(features), tuple(described[3::4]), len(rows), blocks)
@@ -52,8 +123,7 @@ def pool(
     out = empty((blocks * num_bags, width), torch.float64 if wide else torch.float32)
     weights = _multipliers(name, weights, rows, features)
     numbers += (*bounds(offsets), *reals(weights), num_bags, width, F64 if wide else F32, out.data_ptr())
-    call(name, numbers)
-    return out
+    return numbers, out, (rows, offsets, weights)
 
 
 def pooled_lookup_weights(

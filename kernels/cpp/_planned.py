@@ -17,10 +17,10 @@ import torch
 from funcrec.kernels.cpp import _native
 from torch import Tensor
 
-ROWS, INTS, OUT = range(3)  # Slot::Form of csrc/objects.h
+ROWS, INTS, OUT, REALS, NUMBER, FLAT, MATRIX, INSIDE = range(8)  # Slot::Form of csrc/objects.h
 KINDS = {  # {dtype: DLPack's number of it, code << 8 | bits}
     torch.uint8: 1 << 8 | 8, torch.float32: 2 << 8 | 32, torch.float64: 2 << 8 | 64, torch.float16: 2 << 8 | 16,
-    torch.bfloat16: 4 << 8 | 16, torch.int64: 64,
+    torch.bfloat16: 4 << 8 | 16, torch.int64: 64, torch.int32: 32,
 }  # fmt: skip
 LOOK_CLOSER = 4
 MOST = 16  # the most plans that `find` keeps for an operation
@@ -30,7 +30,8 @@ class Slot(NamedTuple):
     """A place in the array of a call that describes a tensor.
 
     Forms: ROWS, any number of rows of `size` columns; INTS, i32 or i64 [N] with N >= size; OUT, rows that only their
-    address describes.
+    address describes; REALS, [N] where N is at least the array's number at `size`; NUMBER, one number; FLAT, any shape;
+    MATRIX, rows of `size` columns at any distance; INSIDE, no tensor, but the address of the array's number at `size`.
     """
 
     place: int
@@ -53,13 +54,21 @@ class Plan(NamedTuple):
     is_large: bool
 
 
-def plan_of(static: tuple, name: str, array: Sequence[int], slots: Sequence[Slot], shape: tuple[int, ...]) -> Plan:
+def plan_of(
+    static: tuple,
+    name: str,
+    array: Sequence[int],
+    slots: Sequence[Slot],
+    shape: tuple[int, ...] = (),
+    verdicts: int = 0,
+) -> Plan:
     """Return a plan of a call.
 
-    array: the numbers of the call, first the number of threads, with zeros at the places of the slots.
+    array: the numbers of the call, first the number of threads, with any numbers at the places of the slots.
+    verdicts: how many of the array's last numbers are -1, and stay so unless the call refuses its arguments.
     """
     flat = [n for s in slots for n in (*s[:3], KINDS[s.dtype])]
-    packed = len(slots), len(array), *flat, *array
+    packed = len(slots), len(array), verdicts, *flat, *array
     is_large = 8 * math.prod(shape) >= _native.MIN_ADVISED
     return Plan(static, name, struct.pack(f"{len(packed)}q", *packed), shape, is_large)
 
@@ -76,6 +85,16 @@ def find(plans: list[Plan], static: tuple, make: Callable[..., Plan | None]) -> 
     if plan is not None:
         plans[:] = [plan, *plans[: MOST - 1]]
     return plan
+
+
+def are_usual(tensors: Sequence[Tensor]) -> bool:
+    """Return whether a plan may fit the tensors. To make a plan takes longer than a call."""
+    return all(type(x) is Tensor and x.is_cpu and x.dtype in KINDS for x in tensors)
+
+
+def forgotten(plans: list[Plan], plan: Plan) -> None:
+    """Take a plan that does not fit its caller's tensors from the list."""
+    plans[:] = [x for x in plans if x is not plan]
 
 
 def ran(plan: Plan, tensors: list[Tensor]) -> bool:

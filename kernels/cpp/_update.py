@@ -15,7 +15,7 @@ from funcrec.kernels.rules import RULES
 from funcrec.kernels.stacks import segments_of_members
 from torch import Tensor
 
-_NUMBERS = {name: i for i, name in enumerate(RULES)}  # csrc/formulas.h has the same numbers
+NUMBER_OF = {name: i for i, name in enumerate(RULES)}  # csrc/formulas.h has the same numbers
 _GENERATED, MOST_SLOTS = len(RULES), 8  # csrc/formulas.h and csrc/rules.h have the same numbers
 
 
@@ -38,7 +38,7 @@ def fused_update_(
     numbers: f64[H], in place of `hyper`; None for `hyper`. Slots are those of `hyper`.
     """
     call = "fused_update_"
-    names = _slot_names(call, rule, hyper)
+    names = slot_names(call, rule, hyper)
     if len(slots) != len(tables) * len(names):
         raise ValueError(
             f"funcrec.kernels.cpp.{call}: `slots` does not match the tables.\n  got   {len(slots)} tensors\n"
@@ -46,7 +46,7 @@ def fused_update_(
         )
     k, terms = _members_of(tables), (d, rows, offsets, weights, segments)
     own, windows = _sets(call, rule, hyper, numbers, k), windows_of(call, tables, first, dims, k)
-    _update(call, tables, slots, terms, (lr, step, key), (_NUMBERS[rule], *own), names, windows=windows, k=k)
+    _update(call, tables, slots, terms, (lr, step, key), (NUMBER_OF[rule], *own), names, windows=windows, k=k)
 
 
 def generated_update_(
@@ -91,29 +91,25 @@ def _update(
     when: (lr, step, key). rule: (its number, how many sets of hyper-parameters, f64 of all sets one after the other).
     names: the names of a table's slots. k: the number of members, or None without stacks.
     """
-    (lr, step, key), (number, sets, hyper) = when, rule
+    lr, step, key = when
     lr, step = lr.to(torch.float64), step.to(torch.int64)
     if k is not None:
         _check_stacks(call, k, tables, slots, terms)
         lr, step = lr.contiguous(), step.contiguous()
         key = None if key is None else key.flatten(0, 1) if key.dim() == 4 else key.repeat(k, *[1] * (key.dim() - 1))
-    members, key = 1 if k is None else k, None if key is None else key.contiguous()
-    num_tables = members * len(tables)
-    _check_numbers(call, (lr, step), key, num_tables, names, members)
+    key = None if key is None else key.contiguous()
+    _check_numbers(call, (lr, step), key, (1 if k is None else k) * len(tables), names, 1 if k is None else k)
     if k == 0:
         return
     # From here on, tables and slots are those of the first member, and moves are bytes from a member to the next.
     moves = [x.stride(0) * x.itemsize for x in (*tables, *slots)] if k else []
     if k:
         tables, slots = [x[0] for x in tables], [x[0] for x in slots]
-    keys = (0, 0) if key is None else (key.data_ptr(), key[0].nbytes if num_tables else 0)
-    bad, each = array("q", [-1, -1]), len(hyper) // sets
-    numbers = [bad.buffer_info()[0], number, members, lr.numel(), lr.data_ptr(), step.numel(), step.data_ptr()]
-    numbers += (sets, each, _address(hyper), len(names), num_tables)
-    trained = _trained(tables, slots, len(names), keys, codes, windows)
-    numbers += _of_members(trained, tables, len(names), keys, windows, k, moves) if k else trained
-    numbers_of_terms, segments, kept = _terms(*terms, k, len(tables))
-    _native.call("fused_update", numbers + numbers_of_terms)
+    bad, members = array("q", [-1, -1]), (k, moves)
+    numbers, segments, kept = described_update(
+        tables, slots, terms, (lr, step, key), rule, len(names), codes, windows, members, bad
+    )
+    _native.call("fused_update", numbers)
     _check_segments(call, bad[0], segments)
     if bad[0] < -1:
         table, name = divmod(-2 - bad[0], MOST_SLOTS)
@@ -122,6 +118,27 @@ def _update(
         t = bad[1] % len(tables)
         _fail_window(call, tables[t], windows[0].reshape(-1, len(tables))[:, t].tolist(), windows[1][t])
     del kept
+
+
+def described_update(
+    tables, slots, terms: tuple[Any, Any, Any, Any, Any], when, rule, num_slots: int, codes: Sequence, windows: Any,
+    members_moves: tuple[int | None, list[int]], bad: array,
+) -> tuple[list[int], Sequence[int], tuple]:  # fmt: skip
+    """Return the numbers that `fused_update` reads, the segments, and what must outlive the call.
+
+    num_slots: those of a table. bad: where the call writes which of its arguments do not fit.
+    """
+    (lr, step, key), (number, sets, hyper), (k, moves) = when, rule, members_moves
+    members = 1 if k is None else k
+    num_tables = members * len(tables)
+    keys = (0, 0) if key is None else (key.data_ptr(), key[0].nbytes if num_tables else 0)
+    each = len(hyper) // sets
+    numbers = [bad.buffer_info()[0], number, members, lr.numel(), lr.data_ptr(), step.numel(), step.data_ptr()]
+    numbers += (sets, each, _address(hyper), num_slots, num_tables)
+    trained = _trained(tables, slots, num_slots, keys, codes, windows)
+    numbers += _of_members(trained, tables, num_slots, keys, windows, k, moves) if k else trained
+    numbers_of_terms, segments, kept = _terms(*terms, k, len(tables))
+    return numbers + numbers_of_terms, segments, (kept, hyper)
 
 
 def _members_of(tables: Sequence[Tensor]) -> int | None:
@@ -334,7 +351,7 @@ def _gradient(x: Tensor) -> Tensor:
 # -- what does not fit -------------------------------------------------------------------------------------------
 
 
-def _slot_names(call: str, rule: str, hyper: Sequence[float]) -> tuple[str, ...]:
+def slot_names(call: str, rule: str, hyper: Sequence[float]) -> tuple[str, ...]:
     if rule not in RULES:
         raise ValueError(
             f"funcrec.kernels.cpp.{call}: `rule` is unknown.\n  got   {rule!r}\n  need  one of {list(RULES)}"

@@ -53,7 +53,9 @@ def test_any_offsets_and_ids(operation, monkeypatch):
 
 # Names of the C++ implementation that are no operation of their own.
 OTHER_NAMES = {
+    "planned_fused_update_": "fused_update, in place, of the usual tensors",
     "planned_lookup": "quantized_lookup without weights",
+    "planned_pooled_lookup": "pooled_lookup of the usual tensors",
     "planned_top_k": "top_k without rows to leave out",
     "fused_update_": "fused_update, in place",
     "generated_update_": "generated_update, in place",

@@ -8,6 +8,7 @@ Inductor uses for a single loop.
 """
 
 import ast
+import re
 from collections.abc import Callable, Sequence
 from importlib import machinery, util
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import sure
-from funcrec.kernels import files
+from funcrec.kernels import choice, files
 
 NAME = "funcrec_program"  # the library's name as a module of Python
 KERNEL = "cpp_pybinding"  # the function that Inductor's module calls with argument types and C++
@@ -84,12 +85,22 @@ def generated(module: str, extern: object) -> Generated | None:
             body.append(x)
         else:
             kernels |= found
-    for node in (n for x in body for n in ast.walk(x) if isinstance(n, ast.Attribute)):
-        own, of = getattr(torch, node.attr, None), node.value
-        if isinstance(of, ast.Name) and of.id == "extern_kernels" and own is not None:
-            of.id = "torch" if own is getattr(extern, node.attr) else of.id
+    for node in (n for x in body for n in ast.walk(x)):
+        if name := _operator(node):
+            cast(ast.Call, node).func = ast.Call(ast.Name("direct", ast.Load()), [ast.Constant(name)], [])
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "extern_kernels":
+            own = getattr(torch, node.attr, None)
+            node.value.id = "torch" if own is not None and own is getattr(extern, node.attr) else node.value.id
     text = "\n".join(map(ast.unparse, _needed(body)))
     return None if "_inductor" in text or "async_compile" in text else Generated(text, kernels)
+
+
+def _operator(node: ast.AST) -> str:
+    """Return the name of a call of an operator of "cpp" with positional arguments, or "" for anything else."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or node.keywords:
+        return ""
+    found = re.fullmatch(r"torch\.ops\.funcrec_cpp\.(\w+)\.default", ast.unparse(node.func))
+    return found[1] if found else ""
 
 
 def _kernel(x: ast.stmt) -> dict[str, tuple[list[str], str]] | None:
@@ -159,6 +170,6 @@ def load(path: Path) -> Callable[[list], Sequence[Tensor]]:
 
 
 def _call(loops: dict[str, Any], text: str, path: Path) -> Callable[[list], Sequence[Tensor]]:
-    scope = {**loops, "__name__": NAME}
+    scope = {**loops, "__name__": NAME, "direct": choice.direct}
     exec(compile(text, str(path), "exec"), scope)
     return scope["call"]
