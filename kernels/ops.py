@@ -88,7 +88,7 @@ def pooled_lookup(
     The features cover every column once. blocks: n > 1 returns the columns in n equal parts, [n · B, C / n], one part
     after the other; no feature lies in two parts.
     """
-    call = operation("pooled_lookup", implementation, offsets, *tables, weights)
+    call = operation("pooled_lookup", implementation, offsets, *tables, weights, bare=rows)
     return call(list(tables), list(rows), offsets, weights, flatten(features), num_bags, blocks)
 
 
@@ -162,11 +162,11 @@ def fused_update(
     if not tables:
         return [], []
     given = [x for s in slots for x in s]
-    call = operation("fused_update", implementation, *tables, *given, *terms.d, *terms.weights, lr)
+    others = [*terms.rows, *terms.offsets, step, *(x for x in (key, first, numbers) if x is not None)]
+    call = operation("fused_update", implementation, *tables, *given, *terms.d, *terms.weights, lr, bare=others)
     flat = call(list(tables), given, *terms.flat(), lr, step, key, rule, list(hyper), first, list(dims), numbers)
-    each = len(slots[0]) if slots else 0
-    parts = flat[len(tables) :]
-    return flat[: len(tables)], [parts[t * each : (t + 1) * each] for t in range(len(tables))]
+    n, each = len(tables), len(slots[0]) if slots else 0
+    return flat[:n], [flat[n + t * each : n + (t + 1) * each] for t in range(n)]
 
 
 def gather_rows(table: Tensor, rows: Tensor, *, implementation: str | None = None) -> Tensor:

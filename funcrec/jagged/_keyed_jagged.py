@@ -189,7 +189,7 @@ class KeyedJaggedTensor(Movable):
         """Return (first, last), so that offsets[first : last + 1] are the boundaries of the bags of `key`."""
         f = self._position(key)
         if self.strides is None:
-            return f * self.num_bags, (f + 1) * self.num_bags
+            return f * (bags := self.num_bags), (f + 1) * bags
         return sum(self.strides[:f]), sum(self.strides[: f + 1])
 
     def bags_of(self, key: str) -> int:
