@@ -218,7 +218,7 @@ def power(x: Tensor, y: Tensor) -> Tensor:
     out = torch.where(
         (a < 0) & (a > -math.inf) & ~is_whole, math.nan, torch.where(is_odd & torch.signbit(a), -size, size)
     )
-    out = torch.where((b == 0) | (a == 1), 1.0, out)
+    out = torch.where((b == 0) | (a == 1) | ((a == -1) & b.isinf()), 1.0, out)
     return out.to(torch.result_type(x, y))
 
 

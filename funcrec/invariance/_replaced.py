@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.invariance import _attention, _circular, _error_function, _extrema, _functions, _sums, _windows
+from funcrec.invariance import _attention, _circular, _error_function, _extrema, _functions, _slopes, _sums, _windows
 from funcrec.invariance._functions import widened
 from funcrec.mesh import REDUCE, reduced_in_order
 
@@ -236,25 +236,9 @@ def logcumsumexp(x: Tensor, dim: int) -> Tensor:
     return most + functions["log"](total)
 
 
-def shrink_backward(d: Tensor, x: Tensor, bound: float) -> Tensor:
-    return torch.where((x >= -bound) & (x <= bound), 0, d)
-
-
-def glu_jvp(out: Tensor, x: Tensor, dx: Tensor, dim: int) -> Tensor:
-    """Return the tangent of a σ(b), where a and b are the halves of x."""
-    (_, b), (da, db) = x.chunk(2, dim), dx.chunk(2, dim)
-    gate = functions["sigmoid"](b)
-    return da * gate + db * (out - out * gate)
-
-
-def glu_backward_jvp(d_x: Tensor, d: Tensor, x: Tensor, dd: Tensor, dx: Tensor, dim: int) -> Tensor:
-    """Return the tangent of d_x = (d σ, d a σ (1 - σ)) along dd and dx, σ = σ(b)."""
-    (a, b), (da, db) = x.chunk(2, dim), dx.chunk(2, dim)
-    gate = functions["sigmoid"](b)
-    slope = gate * (1 - gate)
-    first = dd * gate + d * (slope * db)
-    second = dd * (a * slope) + d * (da * slope + a * (slope * (1 - 2 * gate) * db))
-    return torch.cat([first, second], dim)
+def rrelu(x: Tensor, noise: Tensor, least: float = 0.125, most: float = 1 / 3, training: bool = False, *_: Any) -> Any:
+    """Return the leaky relu of evaluation, whose slope is the middle one. In training torch draws slopes."""
+    return NotImplemented if training else aten.leaky_relu(x, (least + most) / 2)
 
 
 def prim_sum(x: Tensor, dims: Any, *, output_dtype: torch.dtype | None = None) -> Tensor:
@@ -316,8 +300,7 @@ REPLACED: dict[Any, Callable] = {
     aten.sigmoid_backward.default: rounded_once(lambda d, y: d * (1 - y) * y),
     aten.tanh_backward.default: rounded_once(lambda d, y: d * (1 - y * y)),
     aten.logcumsumexp.default: rounded_once(logcumsumexp),
-    **dict.fromkeys((aten.softshrink_backward.default, aten.hardshrink_backward.default), shrink_backward),
-    aten.glu_jvp.default: rounded_once(glu_jvp),
-    aten.glu_backward_jvp.default: rounded_once(glu_backward_jvp),
+    **{operator: rounded_once(f) for operator, f in _slopes.REPLACED.items()},
+    aten.rrelu_with_noise.default: rrelu,
     aten.silu.default: rounded_once(lambda x: x * functions["sigmoid"](x)),
 }
