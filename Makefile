@@ -99,7 +99,7 @@ bench-full: $(VENV)/.tested
 	$(RUN) bench/report.py
 
 # One CUDA machine, about ten minutes: the tests that run on it first, then the short list; no case is begun after 330 s, and none lasts over 120 s.
-# `gpu-steps`, ten minutes more: DCNv2 and DLRM at batches to 65,536 in f32, TF32 and bf16, and attention, sampled softmax, codes, a pipeline.
+# `gpu-steps`, ten minutes more: DCNv2 and DLRM at batches to 65,536 in f32, TF32 and bf16, and attention, sampled softmax, codes, a pipeline, two ranks on one GPU.
 # GPU_PYTHON: a Python that has torch with CUDA, triton, pytest-xdist, and (for the peers) fbgemm-gpu.
 GPU_PYTHON ?= python3
 GPU_TESTS ?= tests/kernels tests/compile/test_cuda.py tests/compile/test_replay.py

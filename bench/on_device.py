@@ -1,5 +1,5 @@
 """Measures what a GPU's user calls beside lookups and steps: attention of bags, sampled softmax, quantised lookups,
-pipelines.
+pipelines, two ranks on one GPU (`shared_gpu`).
 
 The peers are plain torch: padded bags and scaled_dot_product_attention; a product with all negatives and cross_entropy;
 F.embedding_bag on f16 tables; a loop that copies each batch before its step. The law: results and gradients agree.
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import attention
 import cases
+import shared_gpu
 import steps
 import torch
 import torch.nn.functional as F
@@ -53,8 +54,11 @@ CASES = {
     "quantized-int8": Quantized("int8", 4096, 20),
     "quantized-int4": Quantized("int4", 4096, 20),
     "pipeline": Piped("dlrm-d64-b8192-l5"),
+    "two-ranks": shared_gpu.Shared("row_wise", False),
+    "two-ranks-jit": shared_gpu.Shared("row_wise", True),
 }
-QUICK = ("attention-ml1m", "sampled-softmax", "quantized-int8", "pipeline")
+QUICK = ("attention-ml1m", "sampled-softmax", "quantized-int8", "pipeline", "two-ranks")
+GPU = (*QUICK, "two-ranks-jit")
 
 
 def with_gradients(fn: Callable[..., Tensor], inputs: list[Tensor]) -> Contender:
@@ -156,6 +160,8 @@ def piped_of(case: Piped, setting: Setting) -> dict[str, Callable[[], Contender]
 
 
 def run(case: NamedTuple, setting: Setting) -> dict:
+    if isinstance(case, shared_gpu.Shared):
+        return shared_gpu.run(case, setting)
     if setting.tiny:
         case = cases.tiny(case)
     if isinstance(case, Piped):

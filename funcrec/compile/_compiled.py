@@ -22,7 +22,7 @@ from funcrec.compile._program import Staged, picker, planned, staged_first
 from funcrec.compile._recording import Recording, capture_cuda, record, replay
 from funcrec.compile._trace import is_odd, refuse_odd, stage
 from funcrec.core import Problem, chained, check, copied, fast_flatten, leaf_paths, static_key
-from funcrec.mesh import has_effect
+from funcrec.mesh import exchanges_on_host, has_effect
 
 _requires_grad = operator.attrgetter("requires_grad")
 MOST_RECORDINGS = 4  # A recording holds memory. A step that swaps two leaves needs two recordings.
@@ -62,7 +62,9 @@ class Compiled:
         self.tracks = [leaves[i].requires_grad for i in self.tensor_at]
         self.guard = guard([leaves[i] for i in self.tensor_at])
         self.first, self.crossing, self.rest = staged.programs(len(leaves), donated)
-        self.is_replayed = any(is_replayed(leaves[i]) for i in donated) and all(map(is_replayed, captured))
+        on_device = any(is_replayed(leaves[i]) for i in donated) and all(map(is_replayed, captured))
+        graphs = [staged.graph, *([] if staged.first is None else [staged.first.graph])]
+        self.is_replayed = on_device and not any(map(exchanges_on_host, graphs))
         self.recordings: dict[tuple[int, ...], Recording] = {}
         early = set() if self.first is None else self.first.plan.written
         self.written = list(donated) if self.is_replayed else sorted(staged.plan.written | early)

@@ -30,6 +30,7 @@ from funcrec.mesh._exchange import LEAVES as LEAVES
 from funcrec.mesh._exchange import MOVES as MOVES
 from funcrec.mesh._exchange import REDUCE as REDUCE
 from funcrec.mesh._exchange import SWAP as SWAP
+from funcrec.mesh._exchange import exchanges_on_host as exchanges_on_host
 from funcrec.mesh._exchange import has_effect as has_effect
 from funcrec.mesh._exchange import is_assertion as is_assertion
 from funcrec.mesh._exchange import reduced_in_order as reduced_in_order

@@ -48,6 +48,15 @@ def has_effect(node: torch.fx.Node) -> bool:
     return not has_results or node.is_impure()
 
 
+def exchanges_on_host(module: torch.fx.GraphModule) -> bool:
+    """Return whether a graph exchanges by gloo, which copies tensors of a GPU to the host.
+
+    A CUDA graph cannot hold such an exchange.
+    """
+    graphs = [x.graph for x in module.modules() if isinstance(x, torch.fx.GraphModule)]
+    return any(_is_gloo(x.args[-1]) for graph in graphs for x in graph.nodes if x.target in LEAVES)
+
+
 def is_assertion(node: torch.fx.Node) -> bool:
     """Return whether a node of a graph can only raise: an operator without results that writes to nothing."""
     target = node.target

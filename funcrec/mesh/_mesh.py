@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -90,13 +90,15 @@ class Mesh:
         Every rank calls it with the same arguments.
 
         Args:
-          device: "cpu" (gloo) or "cuda" (NCCL). None is "cuda" if available, else "cpu".
+          device: "cpu" (gloo) or "cuda" (NCCL, with a GPU for each rank). None is "cuda" if available, else "cpu".
+            After `torch.distributed.init_process_group("gloo")` ranks on "cuda" exchange by gloo, which copies tensors
+            to the host and back: several ranks may share a GPU.
           timeout_s: how long a collective waits for a missing rank before the collective raises.
           debug: whether to compare the ranks' calls before every collective. An error names the rank whose collective
             or shape differs. The comparison is slow, and does not tell a sum from a maximum.
 
         Raises:
-          ValueError: if the sizes of the axes do not multiply to the number of ranks.
+          ValueError: if the sizes of the axes do not multiply to the number of ranks, or if ranks of NCCL lack GPUs.
 
         Example:
           >>> import funcrec as fr
@@ -112,13 +114,16 @@ class Mesh:
         if debug:
             check(call, debug_problems())
             set_debug_level(DebugLevel.DETAIL)
+        if kind == "cuda":
+            check(call, gpu_problems())
+            if not (dist.is_initialized() and torch.cuda.is_initialized()):
+                local = get_node_local_rank(fallback_rank=dist.get_rank() if dist.is_initialized() else 0)
+                torch.cuda.set_device(local % torch.cuda.device_count())
         if not dist.is_initialized():
-            if kind == "cuda":
-                torch.cuda.set_device(get_node_local_rank(fallback_rank=0))
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=wait, **fresh_store())
         if dist.get_world_size() != math.prod(axes.values()):
             check(call, size_problems(axes, dist.get_world_size()))
-        if kind == "cpu":
+        if dist.get_backend() == "gloo":
             atexit.unregister(_let_go)
             atexit.register(_let_go)
         return Mesh(tuple(axes.items()), _grid(kind, axes, wait))
@@ -219,7 +224,8 @@ def _grid(kind: str, axes: dict[str, int], wait: timedelta) -> DeviceMesh:
     try:
         groups = [real_group(name) for name in known[kind, sizes, wait]]
     except (KeyError, RuntimeError, ValueError):  # the groups are not made yet, or were destroyed
-        made = init_device_mesh(kind, sizes, mesh_dim_names=tuple(axes))
+        own: Any = dict.fromkeys(axes, "gloo") if kind == "cuda" and dist.get_backend() == "gloo" else None
+        made = init_device_mesh(kind, sizes, mesh_dim_names=tuple(axes), backend_override=own)
         known[kind, sizes, wait] = [made.get_group(name).group_name for name in axes]
     else:
         places = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
@@ -264,6 +270,17 @@ def debug_problems() -> Iterator[Problem]:
     if dist.is_initialized() and get_debug_level() != DebugLevel.DETAIL:
         hint = "make the mesh first, or TORCH_DISTRIBUTED_DEBUG=DETAIL"
         yield Problem("`debug` is set too late.", "a process group made without it", "no group yet", hint, RuntimeError)
+
+
+def gpu_problems() -> Iterator[Problem]:
+    """Report a machine without GPUs, and ranks of NCCL that would share one."""
+    num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if num_gpus == 0:
+        yield Problem("`device` is 'cuda', and this machine has no GPU.", "0 GPUs", "a GPU", 'device="cpu"')
+    elif num_ranks > num_gpus and not (dist.is_initialized() and dist.get_backend() == "gloo"):
+        what, got = "ranks of NCCL would share a GPU.", f"{num_ranks} ranks and {num_gpus} GPUs on this machine"
+        hint = 'torch.distributed.init_process_group("gloo") before: its ranks may share GPUs'
+        yield Problem(what, got, "a GPU for each rank", hint)
 
 
 def world_problems() -> Iterator[Problem]:
