@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from funcrec.kernels.forms import CODE_BITS, HEAD_BYTES, check_codable, check_coded, check_tables, row_bytes
 from funcrec.kernels.triton import launch as on
-from funcrec.kernels.triton.device import GAMMA, decoded, divide, jit, kernel, lanes, larger, mix, smaller
+from funcrec.kernels.triton.device import GAMMA, constexpr, decoded, divide, jit, kernel, lanes, larger, mix, smaller
 from funcrec.kernels.triton.lookup import check_bags, forms_of, gather_rows, plan_of, run_pool
 from torch import Tensor
 
@@ -96,7 +96,7 @@ def _decode(
 
 @kernel()
 def _encode(
-    table, out, key, num_rows, row_step, column_step, BITS: tl.constexpr, DIM: tl.constexpr, RANDOM: tl.constexpr,
+    table, out, key, num_rows, row_step, column_step, BITS: constexpr, DIM: tl.constexpr, RANDOM: tl.constexpr,
     OWN_KEYS: tl.constexpr, ROW_BYTES: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     EACH: tl.constexpr = 8 // BITS  # codes of a byte
