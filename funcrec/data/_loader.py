@@ -264,7 +264,7 @@ def last_problems(drop_last: bool, pad_last: bool) -> Iterator[Problem]:
 
 def data_problems(data: object) -> Iterator[Problem]:
     if not is_row_data(data):
-        got, hint = describe(data), "fr.data.random_rows(fr.key(0), {'item': 100}, num_rows=50)"
+        got, hint = describe(data), "fr.data.examples({'item': [3, 5]}, fr.data.Schema(categorical=('item',)))"
         yield Problem("`data` has no rows.", got, "a value with `num_rows` and `take(rows)`", hint, TypeError)
 
 

@@ -27,16 +27,18 @@ class BadIds:
     found: {position after a batch: the number of its bad ids}, for batches that are made and not yet taken.
     """
 
-    def __init__(self, mode: str | None, model: Any):
-        self.mode, self.model, self.found = mode, model, {}
+    def __init__(self, mode: str | None, model: Any, tables: Any):
+        """Take the model, or None, and the tables of the state, which say whose ids may be any numbers."""
+        self.mode, self.found = mode, {}
+        self.of_model = None if model is None else (tuple(bounded(model.features, tables)), table_shapes(model.tables))
         self.features: Sequence[FeatureConfig] | None = None
         self.shapes: Mapping[str, tuple[int, int]] = {}
 
     def learn(self, lookups: Sequence[Lookup], batch: Any) -> None:
         """Take features and shapes from the model, or without a model from the loss's lookups of the batch's ids."""
         own = [x for x in lookups if x.ids is ids_of(batch)]
-        if self.model is not None:
-            self.features, self.shapes = tuple(self.model.features), table_shapes(self.model.tables)
+        if self.of_model is not None:
+            self.features, self.shapes = self.of_model
             for x in own:
                 self.features = tuple(bounded(self.features, x.tables))
         elif self.features is None and own:

@@ -27,9 +27,14 @@ def model_problems(model: Any, validate: Any, state: Any) -> Iterator[Problem]:
         yield from other_model_problems(model, state)
 
 
+def tables_of(state: Any) -> Any:
+    """Return the tables of a state; None if it has no parameters."""
+    return getattr(getattr(state, "params", None), "tables", None)
+
+
 def other_model_problems(model: Any, state: Any) -> Iterator[Problem]:
     """Report a model whose tables are not those of the state."""
-    tables = getattr(getattr(state, "params", None), "tables", None)
+    tables = tables_of(state)
     if not isinstance(tables, Mapping):
         return
     found = {n: tuple(shape)[-2:] for n, shape in table_shapes(tables).items()}  # a stack has a table for each member

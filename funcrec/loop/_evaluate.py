@@ -23,7 +23,7 @@ from funcrec.loop._numbers import named_numbers
 from funcrec.loop._ranks import all_parts, num_processes
 from funcrec.mesh import Mesh, Ranks, say
 from funcrec.metrics import Metric
-from funcrec.tables import validate
+from funcrec.tables import bounded, validate
 
 AT_ONCE = (  # these are functions of all examples, and do not make metrics
     "exact_auc", "exact_average_precision", "exact_rauc", "grouped_auc", "grouped_average_precision", "grouped_rauc",
@@ -140,7 +140,8 @@ def evaluation(
 
     def predict(params: Any, batch: Any) -> Tensor:
         if not counts_bad_ids:
-            validate(batch, model.features, model.tables, labels=ANY)
+            features = bounded(model.features, getattr(params, "tables", None))
+            validate(batch, features, model.tables, labels=ANY)
         return model.apply(*read(params, batch))
 
     read = step.read if isinstance(step, CachedStep) else lambda params, batch: (params, batch)

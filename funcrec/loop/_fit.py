@@ -32,6 +32,7 @@ from funcrec.loop._checks import (
     mode_problems,
     model_problems,
     place_problems,
+    tables_of,
     work_problems,
 )
 from funcrec.loop._diverged import Divergence
@@ -61,6 +62,7 @@ from funcrec.loop._watch import at, watch
 from funcrec.loop.pipelines._pipeline import ahead_of
 from funcrec.mesh import Mesh, Ranks, say
 from funcrec.metrics import Metric
+from funcrec.tables import bounded
 from funcrec.tables import validate as validate_batch
 from funcrec.train import trial_of
 from funcrec.tree import copy
@@ -195,9 +197,10 @@ def fit(
     check("funcrec.fit", model_problems(model, validate, state), mode_problems(mode, monitor))
     evaluate = evaluation(step, model, evaluate, validation, metrics, on_bad_ids == "count")
     mode = mode or "max"
-    held = lambda batch: validate_batch(batch, model.features, model.tables, labels=ANY) if model else batch
+    features = bounded(model.features, tables_of(state)) if model else ()
+    held = lambda batch: validate_batch(batch, features, model.tables, labels=ANY) if model else batch
     check_batch = validate or held
-    bad_ids = BadIds(on_bad_ids, model)
+    bad_ids = BadIds(on_bad_ids, model, tables_of(state))
     work = Work(
         step, bad_ids.watching(loader), evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings),
         tuple(callbacks), check_batch, progress, mesh, place, sync or (lambda state: state), order_of(loader),

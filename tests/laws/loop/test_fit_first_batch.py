@@ -133,3 +133,34 @@ def test_a_model_that_is_not_the_states_is_refused(where, tmp_path):
             fr.fit(step, state, [batch], epochs=1, model=wrong, mesh=mesh, checkpoint=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert fr.fit(step, state, [batch], epochs=1, model=own, mesh=mesh).history[0]["steps"] == 1
+
+
+@pytest.mark.parametrize("mesh", [None, fr.Mesh.emulated(x=2)])
+@pytest.mark.parametrize("mode", ["raise", "count"])
+def test_a_model_on_dynamic_tables_takes_any_ids(mode, mesh):
+    """A table that follows a vocabulary takes ids of any value, in training and in validation, also on a mesh. Ids
+    outside the other tables are still found."""
+    users = fr.vocabulary(128)
+    user, item = fr.TableConfig("user", users.num_embeddings, 2), fr.TableConfig("item", 4, 2)
+    features = [fr.FeatureConfig("user", table="user"), fr.FeatureConfig("item", table="item")]
+    model = fr.models.deepfm([user, item], features, sizes=(4,))
+    follows = {"users": fr.VocabularyConfig(users, [user], features[:1])}
+    tables = fr.dynamic_tables(fr.init(fr.key(0), [user, item]), follows, key=fr.key(0))
+    plan = mesh and fr.Plan({"user": fr.row_wise("x"), "item": fr.replicated()})
+    step = fr.train_step(model, **KIND, mesh=mesh, plan=plan)
+    first = step.init(fr.Params(tables, model.init(fr.key(1)).dense))
+
+    def fitted(item_id):
+        ids = fr.KeyedJaggedTensor.from_lists({"user": [[10**15], [-7]], "item": [[1], [item_id]]})
+        batch = fr.Batch(ids, torch.tensor([0.0, 1.0]))
+        judged = {"validation": [batch], "metrics": {"auc": fr.metrics.exact_auc}, "monitor": "auc"}
+        return fr.fit(step, first, [batch], epochs=2, model=model, mesh=mesh, on_bad_ids=mode, **judged)
+
+    done = fitted(2)
+    assert int(done.best.tables.vocabularies["users"].num_ids) == 2
+    assert [entry.get("bad_ids", 0) for entry in done.history] == [0, 0]
+    if mode == "raise":
+        with pytest.raises(fr.CheckError, match="feature 'item' has ids outside table 'item'"):
+            fitted(9)
+    else:
+        assert [entry["bad_ids"] for entry in fitted(9).history] == [1, 1]
