@@ -75,7 +75,7 @@ def resized(mesh: Mapping[str, int], num_ranks: int) -> dict[str, int]:
 
 def planned(spec: Mapping[str, Any], made: Plan | None) -> tuple[dict[str, Any], Plan]:
     """Return (the arguments of the planner for a specification, the plan: the planner's, or `made` as it rates it)."""
-    given = arguments_of(CALL, {k: x for k, x in spec.items() if k != "dense"})
+    given = arguments_of(CALL, spec)
     check(CALL, step_problems(given))
     made = plan(**given) if made is None else plan(**{**given, "placements": made})
     check(CALL, plan_problems(made))

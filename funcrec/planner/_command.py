@@ -31,6 +31,7 @@ from funcrec.tables import FeatureConfig, TableConfig
 CALL = "python -m funcrec plan"
 WRONG = (OSError, ImportError, KeyError, TypeError, ValueError)
 NEEDED = ("tables", "features", "mesh", "batch_size")
+DENSE = "dense"  # the dry run's part of a file that both commands read
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,10 +109,10 @@ def arguments_of(call: str, spec: Any) -> dict[str, Any]:
     """Return the arguments of `plan` for a specification.
 
     `optimizer` is a name of `fr.optim`, and the `dtype` of a table is a name of torch. `placements` are those of
-    `Plan.to_json`.
+    `Plan.to_json`. A model of the same file, under `dense`, moves no table: only the dry run reads it.
     """
     check(call, spec_problems(spec))
-    own = dict(spec)
+    own = {k: x for k, x in spec.items() if k != DENSE}
     own["tables"] = [TableConfig(**{**t, **_dtype(t)}) for t in own["tables"]]
     own["features"] = [FeatureConfig(**f) for f in own["features"]]
     for name, make in (("hardware", Hardware), ("codec", Codec)):
@@ -140,7 +141,7 @@ def spec_problems(spec: Any) -> Iterator[Problem]:
         need = f"{list(NEEDED)} and more of fr.plan"
         yield Problem("the file is not a mapping.", describe(spec), need, kind=TypeError)
         return
-    names = list(inspect.signature(plan).parameters)
+    names = [*inspect.signature(plan).parameters, DENSE]
     for name in (n for n in NEEDED if n not in spec):
         yield Problem(f"the file lacks `{name}`.", f"{list(spec)}", f"{list(NEEDED)}", kind=KeyError)
     for name in (n for n in spec if n not in names):

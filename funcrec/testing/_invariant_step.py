@@ -21,6 +21,7 @@ CALL = "funcrec.testing.check_invariant_step"
 BLOCK = 256  # the most terms of one block of a sum
 OF_PARTS = (
     "Parts keep the bits of one mean over the examples: a sum of means is rounded in each part.\n"
+    "So is the gradient of a weight that several products read, such as tied layers.\n"
     "A norm of all gradients (`max_norm`) takes one difference to every leaf: leave it out to see where it begins."
 )
 Kind = Literal[

@@ -48,6 +48,14 @@ def test_the_command_prints_and_writes_the_plan_of_the_call(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == same.table().strip() and "<svg" in picture.read_text()
 
 
+def test_the_file_of_a_dry_run_has_the_same_plan(tmp_path):
+    """One file serves both commands: the model of a dry run changes no placement."""
+    files = {"plan.json": SPEC, "dry.json": {**SPEC, "dense": {"num_dense": 13, "bottom": [64], "sizes": [512]}}}
+    outs = [tmp_path / f"of-{name}" for name in files]
+    assert [run(tmp_path, spec, "--out", f"{out}", name=n) for (n, spec), out in zip(files.items(), outs)] == [0, 0]
+    assert outs[0].read_text() == outs[1].read_text()
+
+
 def test_the_command_rates_the_placements_of_a_plan(tmp_path, capsys):
     """With the placements that `to_json` wrote, and hardware for each rank, the command rates this plan."""
     made = {"item": fr.row_wise("local"), "user": fr.table_wise(("node", "local"), rank=3)}
