@@ -140,7 +140,7 @@ def a_run_goes_on_with_the_same_bits(prefix):
 
     def stop(record):
         if record.when == "step" and record.step == 9:
-            gone.enter_context(failing(4, False))
+            gone.enter_context(failing(5, False))  # the first request asks whose folder it is
 
     with gone, pytest.raises(OSError, match=r"^funcrec\.save: .*cannot be"):
         run("lost", callbacks=[stop])
