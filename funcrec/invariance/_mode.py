@@ -6,7 +6,7 @@ Each operator that the function reaches has its place in the table (`place_of`),
 """
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
@@ -130,11 +130,14 @@ class Invariant(TorchDispatchMode):
 
     def placed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Return the operator's result, from its place in the table."""
-        is_complex = any(isinstance(x, Tensor) and x.is_complex() for x in tree_leaves((args, kwargs)))
-        if is_complex or isinstance(func, HigherOrderOperator):
-            refuse(func)  # no operator of the table is one of complex numbers
+        if isinstance(func, HigherOrderOperator):
+            refuse(func)
+        tensors = tensors_of((*args, *kwargs.values()) if kwargs else args)
+        for x in tensors:
+            if x.is_complex():
+                refuse(func)  # no operator of the table is one of complex numbers
         how, run = place_of(func)
-        if how == "composed" and is_of_integers(args, kwargs):
+        if how == "composed" and tensors and not any(map(is_float, tensors)):
             out = func(*args, **kwargs)
             if not any(map(is_float, tree_leaves(out))):
                 return out  # integers have one result, in any order
@@ -167,10 +170,15 @@ class Invariant(TorchDispatchMode):
         return args[0].copy_(out)
 
 
-def is_of_integers(args: Any, kwargs: Any) -> bool:
-    """Return whether an operator reads tensors, and none of floats."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    return bool(tensors) and not any(map(is_float, tensors))
+def tensors_of(args: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors of an operator's arguments, which are values and lists of values."""
+    found = []
+    for x in args:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found += tensors_of(x)
+    return found
 
 
 def makes_floats(func: Any, args: Any, kwargs: Any, out: Any) -> bool:

@@ -141,3 +141,4 @@ BY_MEMBER: dict[Any, Callable] = {
     **{getattr(space, n): by_dtype for n in NAMES.split() for space in (torch, torch.Tensor) if hasattr(space, n)},
     **{space.layer_norm: by_f32 for space in (torch, functional)},
 }
+CHANGED = {torch.cdist, *CHAINS, *BY_MEMBER}

@@ -32,7 +32,8 @@ def wide(x: Tensor) -> Tensor:
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     if not a.is_floating_point():
         return torch.bmm(a, b)  # whole numbers have one sum in any order
-    return ordered("invariant_bmm", wide(a), wide(b)).to(a.dtype)
+    out = ordered("invariant_bmm", wide(a), wide(b))
+    return out if out.dtype == a.dtype else out.to(a.dtype)
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
