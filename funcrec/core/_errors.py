@@ -122,8 +122,6 @@ def example_of(problem: Problem) -> str:
     found = re.match(r"`([\w.]+)(\[.*?\])?`", problem.what)
     path, part = (found[1], found[2] or "") if found else ("", "")
     name, need = path.split(".")[-1], problem.need
-    if need == "a bool":
-        return f"{path}{part}=True, or False"
     if re.match(r"(None, or )?(one of |among |some of )?[\[']", need) and re.search(r"'[^']*'", need):
         near = repr(nearest(problem.got, re.findall(r"'([^']*)'", need)))
         takes_many = name == "axis_names" or EXAMPLES.get(name, "").startswith('("')

@@ -475,3 +475,41 @@ def test_an_ensemble_is_its_members(staged, interpreted):
     assert_trees_close(together, stack(states), rtol=1e-5, atol=1e-6)
     if staged:
         assert [x.data_ptr() for x in together.tables.values()] == places and many.num_compiled() == 1
+
+
+LOOKED = fr.KeyedJaggedTensor.from_lists(
+    {"a": [[1, 2], [0]], "b": [[1], [2, 2]]}, weights={"a": [[0.5, 2.0], [3.0]], "b": [[1.0], [1.0] * 2]}
+)
+OF_LOOKED = [fr.FeatureConfig("a", "t", weighted=True), fr.FeatureConfig("b", "u", pooling="mean")]
+
+
+def looked(tables, weights, values):
+    ids = fr.KeyedJaggedTensor(values, LOOKED.offsets, weights, None, LOOKED.keys)
+    return (fr.lookup(tables, ids, OF_LOOKED).values * torch.arange(1.0, 5)).square().sum()
+
+
+DERIVED = {
+    "value": vmap(looked),
+    "tables": vmap(grad(looked)),
+    "weights": vmap(grad(looked, argnums=1)),
+    "both": vmap(lambda t, w, v: grad(lambda w: grad(looked)(t, w, v)["t"].square().sum())(w)),
+    "forward": vmap(lambda t, w, v: jvp(lambda w: looked(t, w, v), (w,), (w,))[1]),
+    "outside": lambda *given: grad(lambda *given: vmap(looked)(*given).sum(), argnums=(0, 1))(*given),
+}
+
+
+@pytest.mark.parametrize("is_one_call", [True, False])
+@pytest.mark.parametrize("name", DERIVED)
+def test_members_one_by_one_are_those_of_one_call(name, is_one_call):
+    """Members whose buffers differ in length are looked up one by one, with the derivatives of each alone. There may
+    be no members."""
+    draw = torch.Generator().manual_seed(0)
+    tables = {n: torch.randn(3, 4, 2, generator=draw) for n in "tu"}
+    values = torch.stack([LOOKED.values, LOOKED.values.flip(0), LOOKED.values])
+    given, run = (tables, torch.rand(3, 6, generator=draw), values), DERIVED[name]
+    want = [run(*tree_map(lambda x, i=i: x[i : i + 1], given)) for i in range(3)]
+    fit = mock.patch("funcrec.kernels.stacks.fit", lambda *buffers: False)
+    with contextlib.nullcontext() if is_one_call else fit:
+        assert_trees_close(run(*given), tree_map(lambda *x: torch.cat(x), *want), rtol=1e-5, atol=1e-5)
+        none = run(*tree_map(lambda x: x[:0], given))
+    assert_trees_close(none, tree_map(lambda x: x[:0], want[0]))

@@ -238,6 +238,15 @@ def test_dropout_draws_from_the_key():
     assert torch.equal(staged.graph(x, fr.key(0))[0], run(0))
 
 
+def test_a_module_in_eval_mode_can_train():
+    """`train=True` trains a module that was given in eval mode, as `.train()` does; dropout of 0 needs no key."""
+    net, x = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.0)), torch.randn(5, 2)
+    params, buffers, apply = module(net.eval())
+    assert torch.equal(apply(params, buffers, x)[0], net(x))
+    got, after = apply(params, buffers, x, train=True)
+    assert torch.equal(got, net.train()(x)) and torch.equal(after["0.running_mean"], net[0].running_mean)
+
+
 class Functional(nn.Module):
     def forward(self, x):
         return F.dropout(x, 0.5, self.training)
@@ -266,6 +275,12 @@ class Turning(nn.Module):
         self.register_buffer("turn", torch.polar(torch.ones(3), torch.arange(3.0)))
 
 
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("number", torch.tensor(2**60 + 1))
+
+
 LINEAR, ONES = nn.Linear(2, 1), torch.ones(3, 2)
 PARAMS, BUFFERS, APPLY = module(LINEAR)
 drawn = lambda x: module(Functional())[2]({}, {}, x, train=True, key=fr.key(0))[0]
@@ -274,6 +289,7 @@ NO_MODULE = {
     "lazy": (lambda: module(nn.LazyLinear(2)), TypeError, "parameters of no shape yet"),
     "complex": (lambda: module(nn.Linear(2, 1, dtype=torch.complex64)), TypeError, "has complex numbers"),
     "a complex buffer": (lambda: module(Turning()), TypeError, "['turn']"),
+    "wide integers": (lambda: module(Wide()), ValueError, "has integers that f64 does not hold"),
     "max_norm": (lambda: module(nn.Embedding(3, 2, max_norm=1.0)), TypeError, "renormalised in place"),
     "loose": (lambda: module(Loose()), TypeError, "parametrizations.weight_norm"),
     "no params": (lambda: APPLY({}, BUFFERS, ONES), ValueError, "`params` are not this module's"),
