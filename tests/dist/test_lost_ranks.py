@@ -52,6 +52,38 @@ def test_ranks_that_ended_are_named_without_the_store():
     assert what == "the store of the process group is gone." and "RuntimeError: " in why
 
 
+DEAD, HERE = (2**22 - 1, 1), (os.getpid(), _watch.began(os.getpid()))
+NO_START = (os.getpid(), -1)
+# (the other process, keys of the store, turns, of these since a broken exchange or None): the verdict
+VERDICTS = {
+    "killed": (DEAD, {}, 9, None, "rank 1 (process 4194303) ended, last seen in step 3.", GONE),
+    "ended before a broken exchange": (DEAD, {"left 1": "ValueError: mine"}, 9, 0,
+        "rank 1 (process 4194303) ended before the others.", "ValueError: mine"),
+    "silent": (HERE, {}, 99, None, "is silent, last seen in step 3.", "no beat for 1 s"),
+    "a machine without start times": ((2**22 - 1, -1), {}, 9, None, "ended, last seen in step 3.", GONE),
+    "elsewhere": (HERE, {}, 9, 99, "in step 3, fit.py:9, did not come to an exchange.", "the exchange"),
+    "left": (HERE, {"left 1": ""}, 9, 99, "behind its last step, did not come to an exchange.", "the exchange"),
+    "broken there, too": (NO_START, {"broken 1": "x"}, 9, 99,
+        "an exchange broke off on all ranks, and none of them ended.", "the exchange"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_verdict_says_who_was_lost(name):
+    """A dead process, a silent one, and one that did not come to a broken exchange are named, each with its place; a
+    second verdict does not replace the first."""
+    other, keys, turns, broken_turns, what, got = VERDICTS[name]
+    store = dist.HashStore()
+    own = _watch.Watched(0, [["here", *HERE], ["here", *other]], store, 1.0)
+    own.broken = "" if broken_turns is None else "the exchange"
+    for key, value in ({"beat 1": "7 step 3, fit.py:9"} | keys).items():
+        store.set(key, value)
+    seen = {1: ("7 step 3, fit.py:9", 7)}
+    told = _watch.verdict_of(own, seen, turns, broken_turns or 0)
+    assert f"{what}\n  got   {got}" in told
+    assert _watch.verdict_of(own, seen, turns, broken_turns or 0) == told == store.get("verdict").decode()
+
+
 @pytest.mark.parametrize("place", ["step 3", "the checkpoint of epoch 0, batch 3"])
 def test_a_store_that_does_not_answer_ends_the_rank(place, monkeypatch):
     """Behind a cut link a call of the store never returns. Then the rank ends, after more time if it writes a

@@ -195,6 +195,25 @@ def refused(kind, *words):
     assert all(w in str(found.value) for w in words), str(found.value)
 
 
+def test_files_that_were_cut_are_refused(tmp_path):
+    """A store whose records were cut does not open, and an open one raises where it reads beyond them."""
+    store = fr.file_store(tmp_path / "rows", 9, 2)
+    store.write(torch.tensor([1]), torch.ones(1, 2))
+    os.truncate(tmp_path / "rows" / "records", 4)
+    with refused(OSError, "the file of records was cut", "9 records"):
+        store.read(torch.tensor([1]))
+    store.close()
+    with refused(ValueError, "records` was cut", "got   4 bytes", "need  72 bytes"):
+        fr.file_store(tmp_path / "rows", 9, 2)
+
+
+@pytest.mark.parametrize("init", [lambda rows: torch.ones(3), lambda rows: torch.ones(1, 2).double(), lambda rows: 3])
+def test_first_records_of_another_form_are_refused(init):
+    """`init(rows)` gives a record of the store's form for each row."""
+    with refused(ValueError, "`init(rows)` are not the records", "torch.float32[1, 2]"):
+        fr.memory_store(5, 2, init=init).read(torch.tensor([1]))
+
+
 def test_bad_calls_are_refused_and_change_nothing(tmp_path):
     """Rows outside the store, records of another form and tracked tensors are refused before any write."""
     row, record = torch.tensor([1]), torch.ones(1, 3)
