@@ -106,3 +106,30 @@ def test_without_matplotlib_the_error_says_what_to_install(call, monkeypatch, re
     with pytest.raises(ImportError, match=r"matplotlib is not installed(.|\n)*funcrec\[plots\]") as error:
         call()
     assert str(error.value).startswith(request.node.callspec.id)
+
+
+TABLE = {"a": ["u", "v", "u"], "y": [0, 1, 0]}
+SCHEMA = fr.data.Schema(label="y", categorical=["a"])
+ENCODING = fr.data.fit_encoding(TABLE, SCHEMA)
+EXAMPLES = fr.data.encode(ENCODING, TABLE)
+CLICKS = fr.FeatureConfig("clicked", table="item", pooling="none", max_length=4)
+TEXTS = {
+    "Schema(label='y', categorical=('a',))": SCHEMA,
+    "Schema(label='y', multivalued=('a',), weights={'a': 'w'})": fr.data.Schema(
+        label="y", multivalued=["a"], weights={"a": "w"}
+    ),
+    "Examples(3 rows, Schema(label='y', categorical=('a',)))": EXAMPLES,
+    "Loader(2 batches of 2)": fr.data.loader(EXAMPLES, None, 2, key=fr.key(0)),
+    "Encoding({a: 3}, dense=())": ENCODING,
+    "FittedVocabulary(3 ids of text)": ENCODING.ids["a"],
+    "deepfm((TableConfig('item'),), (FeatureConfig('clicked'),))": fr.models.deepfm(TABLES[:1], FEATURES[:1]),
+    "two_tower((TableConfig('item'),), (FeatureConfig('clicked'),), (FeatureConfig('liked'),))": fr.models.two_tower(
+        TABLES[:1], FEATURES[:1], (fr.FeatureConfig("liked", table="item"),)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_say_what_a_value_is(text):
+    """A value's text is its class and what tells it from others, in one line."""
+    assert repr(TEXTS[text]) == text
