@@ -47,8 +47,8 @@ def multi_dot(tensors: Sequence[Tensor], *, out: None = None) -> Tensor:
 
 
 def einsum(equation: str, *operands: Any) -> Tensor:  # torch has made an equation of lists
-    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
-    return cast(Any, torch._VF).einsum(equation, operands)  # without a path: from left to right
+    given: Sequence[Any] = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    return cast(Any, torch._VF).einsum(equation, given)  # without a path: from left to right
 
 
 def addmm(*args: Any, **kwargs: Any) -> Tensor:
