@@ -199,11 +199,10 @@ def fit(
     mode = mode or "max"
     features = bounded(model.features, tables_of(state)) if model else ()
     held = lambda batch: validate_batch(batch, features, model.tables, labels=ANY) if model else batch
-    check_batch = validate or held
     bad_ids = BadIds(on_bad_ids, model, tables_of(state))
     work = Work(
         step, bad_ids.watching(loader), evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings),
-        tuple(callbacks), check_batch, progress, mesh, place, sync or (lambda state: state), order_of(loader),
+        tuple(callbacks), validate or held, progress, mesh, place, sync or (lambda state: state), order_of(loader),
         trial_of(step) if validate is None else None, Clock(save_every_minutes), bad_ids,
         Owner(path if keep else None, mesh), keep, save_asynchronously,
     )  # fmt: skip
