@@ -141,6 +141,7 @@ from funcrec.core._tree import tree_map as tree_map
 from funcrec.core._tree import tree_structure as tree_structure
 from funcrec.core._tree import tree_unflatten as tree_unflatten
 from funcrec.core._typed import field_problems as field_problems
+from funcrec.core._typed import named_as as named_as
 from funcrec.core._typed import typed as typed
 from funcrec.core._typed import typed_fields as typed_fields
 from funcrec.core.random import GAMMA as GAMMA

@@ -248,3 +248,17 @@ def field_problems(value: Any) -> Iterator[Problem]:
 def _field_kinds(cls: type) -> dict[str, Requirement]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return {n: kind_of(hints[n], cls) for n in getattr(cls, "_fields", None) or cls.__dataclass_fields__}
+
+
+def named_as(fn: Callable) -> Callable[[F], F]:
+    """Return a decorator that gives a function the name and the text of `fn`, and leaves it its own signature.
+
+    `functools.wraps` gives `fn`'s signature, too, which callers such as `jit` believe.
+    """
+
+    def named(run: F) -> F:
+        functools.update_wrapper(run, fn)
+        del vars(run)["__wrapped__"]
+        return run
+
+    return named

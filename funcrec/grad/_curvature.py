@@ -6,7 +6,6 @@ w are the rows that a batch reads and the dense leaves, so a product costs a few
 Shapes: B examples, R rows of a table, D dim.
 """
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import check, describe, fail, float_leaf_problems, own_errors, pushed_forward, tree_map, typed
+from funcrec.core import (
+    check,
+    describe,
+    fail,
+    float_leaf_problems,
+    named_as,
+    own_errors,
+    pushed_forward,
+    tree_map,
+    typed,
+)
 from funcrec.grad._of_rows import OfRows, of_rows
 from funcrec.tables import Params
 
@@ -55,7 +64,7 @@ def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Params]:
     Source: Pearlmutter, "Fast exact multiplication by the Hessian" (1994); forward over reverse, as in JAX's cookbook.
     """
 
-    @functools.wraps(loss_fn)
+    @named_as(loss_fn)
     def run(params: Params, direction: Params, *args, **kwargs) -> Params:
         of = of_rows(loss_fn, params, *args, **kwargs)
         gradient = torch.func.grad(lambda p: scalar("funcrec.hvp", of.fn(p)))
@@ -94,7 +103,7 @@ def gauss_newton_product(predict_fn: Callable[..., Any], loss_fn: Callable[..., 
     Source: Schraudolph, "Fast curvature matrix-vector products" (2002).
     """
 
-    @functools.wraps(predict_fn)
+    @named_as(predict_fn)
     def run(params: Params, direction: Params, *args, **kwargs) -> Params:
         call, of = "funcrec.gauss_newton_product", of_rows(predict_fn, params, *args, **kwargs)
         loss = lambda y: scalar(call, loss_fn(y, *args, **kwargs))
@@ -137,7 +146,7 @@ def fisher_product(losses_fn: Callable[..., Any]) -> Callable[..., Params]:
     Source: Martens, "New insights and perspectives on the natural gradient method" (2020), section 11.
     """
 
-    @functools.wraps(losses_fn)
+    @named_as(losses_fn)
     def run(params: Params, direction: Params, *args, **kwargs) -> Params:
         call, of = "funcrec.fisher_product", of_rows(losses_fn, params, *args, **kwargs)
 

@@ -6,7 +6,6 @@ Source: Abadi et al., "Deep learning with differential privacy" (CCS 2016), algo
 Shapes: B examples, R rows of a table, D dim.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, cast
@@ -23,6 +22,7 @@ from funcrec.core import (
     check,
     describe,
     member_problems,
+    named_as,
     or_nan,
     paths,
     random,
@@ -149,7 +149,7 @@ class Private(NamedTuple):
 def noisy_grads(how: Private) -> Callable:
     """Return the function of `private_grads`. Its attribute `private` has `how`, and the function itself."""
 
-    @functools.wraps(how.loss_fn)
+    @named_as(how.loss_fn)
     def run(params: Params, batch: Any, *args, key: Tensor | None = None, **kwargs):
         check(CALL, key_problems(key))
         check(CALL, table_problems(params), argument_problems(args, kwargs, batch))

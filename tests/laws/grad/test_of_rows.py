@@ -1,6 +1,7 @@
 """of_rows: a function of the rows that it reads has the values and the derivatives of the function of whole tables."""
 
 import functools
+import inspect
 import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -467,3 +468,18 @@ def test_fishers_matrix_of_one_example():
     v, g = direction(params, 10), dense_of(fr.value_and_grad(lambda p, b: losses(p, b).sum())(params, batch)[1])
     along = sum((x * y).sum() for x, y in zip(fr.tree.leaves(g), fr.tree.leaves(dense_of_params(v)), strict=True))
     assert_close(dense_of(fr.fisher_product(losses)(params, v, batch)), fr.tree.map(lambda x: x * along, g))
+
+
+@pytest.mark.parametrize("how", ["hvp", "gauss_newton_product", "fisher_product"])
+def test_a_product_has_its_own_signature(how):
+    """A product takes a direction after the parameters, and `jit` of it does, whatever the loss's parameters are."""
+    predict, loss = lambda p, x: p.dense * x, lambda y, x: y.square().sum()
+    of = {
+        "hvp": lambda: fr.hvp(lambda p, x: loss(predict(p, x), x)),
+        "gauss_newton_product": lambda: fr.gauss_newton_product(predict, loss),
+        "fisher_product": lambda: fr.fisher_product(lambda p, x: predict(p, x).square()),
+    }
+    multiply, x = of[how](), torch.tensor([1.0, 3.0])
+    params, v = fr.Params({}, torch.tensor(2.0)), fr.Params({}, torch.tensor(10.0))
+    assert list(inspect.signature(multiply).parameters)[:2] == ["params", "direction"]
+    assert_trees_close(fr.jit(multiply)(params, v, x), multiply(params, v, x))
