@@ -196,8 +196,7 @@ def fit(
     path = None if checkpoint is None else path_or_url("funcrec.fit", checkpoint)
     check("funcrec.fit", model_problems(model, validate, state), mode_problems(mode, monitor))
     evaluate = evaluation(step, model, evaluate, validation, metrics, on_bad_ids == "count")
-    mode = mode or "max"
-    features = bounded(model.features, tables_of(state)) if model else ()
+    features, mode = bounded(model.features, tables_of(state)) if model else [], mode or "max"
     held = lambda batch: validate_batch(batch, features, model.tables, labels=ANY) if model else batch
     bad_ids = BadIds(on_bad_ids, model, tables_of(state))
     work = Work(
