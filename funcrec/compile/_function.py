@@ -24,3 +24,14 @@ def signature_of(fn: Callable) -> inspect.Signature:
         return inspect.signature(fn)
     except ValueError:  # a builtin function without a signature
         return inspect.signature(lambda *args, **kwargs: None)
+
+
+def bound_to(name: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> inspect.BoundArguments:
+    """Return the arguments of a call by the names of the function's parameters."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        found = f"{error}"
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    what, need = "the arguments are not those that it takes.", f"{name}{inspect.Signature(plain)}"
+    fail(f"funcrec.jit({name})", what, got=found, need=need, kind=TypeError)

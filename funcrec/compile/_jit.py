@@ -21,7 +21,7 @@ from torch import Tensor
 from funcrec.compile._ambient import is_transformed, surroundings
 from funcrec.compile._compiled import Compiled, Followed, compile_function
 from funcrec.compile._donated import refuse_donated
-from funcrec.compile._function import check_function, signature_of
+from funcrec.compile._function import bound_to, check_function, signature_of
 from funcrec.compile._keys import leaf_key, many_compilations, refuse_other
 from funcrec.compile._lower import Lowered, lowered
 from funcrec.compile._method import Method
@@ -175,7 +175,7 @@ class Jitted(Generic[A, R]):
         if not kwargs and self.positional is not None and len(args) == len(self.positional):
             names, arguments = self.positional, args
         else:
-            bound = self.signature.bind(*args, **kwargs)
+            bound = bound_to(self.name, self.signature, args, kwargs)
             names, arguments = tuple(bound.arguments), tuple(bound.arguments.values())
         arguments = with_static(self.name, self.static, names, arguments) if self.static else arguments
         if is_transformed():
@@ -291,7 +291,7 @@ class Jitted(Generic[A, R]):
     def lower(self, *args: A.args, **kwargs: A.kwargs) -> Lowered[A, R]:
         """Return the program of a call, a `Lowered`. `lower` stages the function again, but does not compile or run the
         program, and takes no argument."""
-        bound = self.signature.bind(*args, **kwargs)
+        bound = bound_to(self.name, self.signature, args, kwargs)
         arguments = with_static(self.name, self.static, tuple(bound.arguments), tuple(bound.arguments.values()))
         leaves, structure = fast_flatten(arguments)
         program = Jitted(self.fn, self.donate, self.static)

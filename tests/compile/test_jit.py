@@ -363,6 +363,8 @@ BAD = {
         "fr.pytree for a class",
     ),
     "such a class comes out": (lambda: fr.jit(lambda x: _Plain(x))(torch.ones(1)), TypeError, "fr.pytree for a class"),
+    "too many": (lambda: fr.jit(_share)(1, 2), TypeError, r"jit\(_share\): the arguments are not those that it"),
+    "missing": (lambda: fr.jit(lambda x, y: x)(torch.ones(1)), TypeError, "missing a required argument: 'y'"),
     "module": (lambda: fr.jit(lambda m, x: m(x))(torch.nn.Linear(1, 1), torch.ones(1)), TypeError, "neither a tensor"),
 }
 
