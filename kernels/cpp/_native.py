@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from funcrec.kernels.memory import keep_freed_memory
 from funcrec.kernels.rules import FORMULAS
 from torch import Tensor
 
@@ -198,6 +199,7 @@ def library() -> ctypes.CDLL:
     """Return the object for this processor, loaded at the first call."""
     path = _path(level())
     assert path is not None  # `level` names an object that was built
+    keep_freed_memory()
     return _load(path)
 
 
