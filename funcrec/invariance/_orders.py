@@ -34,6 +34,8 @@ class LeftToRight(TorchFunctionMode):
         self.refuse = refuse
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in CHANGED:  # most calls, such as reads of a shape
+            return func(*args, **kwargs) if kwargs else func(*args)
         if func is torch.cdist or (func in CHAINS and kwargs and kwargs.get("out") is not None):
             self.refuse("torch.cdist" if func is torch.cdist else f"{func.__name__}(out=...)")
         call: Any = CHAINS.get(func, func)
@@ -141,4 +143,4 @@ BY_MEMBER: dict[Any, Callable] = {
     **{getattr(space, n): by_dtype for n in NAMES.split() for space in (torch, torch.Tensor) if hasattr(space, n)},
     **{space.layer_norm: by_f32 for space in (torch, functional)},
 }
-CHANGED = {torch.cdist, *CHAINS, *BY_MEMBER}
+CHANGED: set[Any] = {torch.cdist, *CHAINS, *BY_MEMBER}
