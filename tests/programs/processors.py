@@ -57,7 +57,7 @@ SURROUNDINGS = {
 }
 LAWS = {  # loops: compiled loops, whose vectors depend only on the processor
     "kernels": {
-        "kernels": ("levels", "update", "cpp_update", "generated", "quantized", "planned", "top_k"),
+        "kernels": ("levels", "update", "cpp_update", "generated", "quantized", "planned", "planned_floats", "top_k"),
         "laws/core": ("random",),
     },
     "loops": {"compile": ("wrapping", "decompositions", "raising")},
