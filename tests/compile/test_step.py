@@ -4,7 +4,9 @@ import copy
 import functools
 import gc
 import inspect
-import resource
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +119,7 @@ def test_the_key_moves_with_the_step():
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_a_donated_step_allocates_nothing_of_its_table_size():
     """Peak memory over donated steps on a 256 MB table grows by less than 32 MB. Undonated, it grows by the table."""
     clicked = fr.FeatureConfig("clicked", table="item", max_length=2)
@@ -125,11 +128,12 @@ def test_a_donated_step_allocates_nothing_of_its_table_size():
     step = fr.train_step(loss, sparse=fr.optim.rowwise_adagrad(lr=0.1), dense=dense)
     ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 999_999], [7]]})
     batch = fr.Batch(ids, torch.zeros(2))
-    peak_mb = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak_mb = lambda: int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
     fast = fr.jit(step, donate=("state",))
     state = step.init(fr.Params({"item": torch.ones(1_000_000, 64)}, torch.tensor(1.0)))
-    state, _ = fast(state, batch)  # the peak before the count includes the compiler
+    state, _ = fast(state, batch)
+    Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew: the compiler's was higher.
     before = peak_mb()
     for _ in range(3):
         state, _ = fast(state, batch)

@@ -346,10 +346,3 @@ def test_what_does_not_fit_is_refused(call, given, kind, said):
     with pytest.raises(kind, match=f"(?s)funcrec.kernels.*{said}") as error:
         getattr(ops, call)(**given)
     assert [line.split()[0] for line in str(error.value).splitlines()[1:]][:2] == ["got", "need"]
-
-
-def test_triton_says_that_it_quantises_no_rows():
-    """Triton has no kernel that quantises. The call says so, and names the implementations that have a kernel."""
-    pytest.importorskip("triton")
-    with pytest.raises(NotImplementedError, match=r"implementation 'triton' has no quantize_rows.*(?s:.*)reference"):
-        ops.quantize_rows(TABLE.float(), 8, implementation="triton")
