@@ -50,9 +50,11 @@ def keep_freed_memory() -> None:
     which nobody writes, and frees it. Without it, each training step gives pages back to the system and faults them in
     again, in 3 to 10 % of a DLRM's step. A program that sets MALLOC_* has glibc's fixed limits instead.
 
+    A storage is memory of the CPU whatever torch's default device and modes are, and no setting of torch fills it.
+
     Source: glibc's manual, "Malloc Tunable Parameters" (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD).
     """
-    torch.empty(LARGEST_KEPT, dtype=torch.uint8)
+    torch.UntypedStorage(LARGEST_KEPT)
 
 
 def is_mapped(address: int) -> bool:
