@@ -161,11 +161,11 @@ def fused_update(
     """
     if not tables:
         return [], []
-    given = [x for s in slots for x in s]
-    others = [*terms.rows, *terms.offsets, step, *(x for x in (key, first, numbers) if x is not None)]
-    call = operation("fused_update", implementation, *tables, *given, *terms.d, *terms.weights, lr, bare=others)
+    given, n, each = [x for s in slots for x in s], len(tables), len(slots[0]) if slots else 0
+    floats = *tables, *given, *terms.d, *terms.weights, lr, numbers
+    ints = [x for x in (*terms.rows, *terms.offsets, step, key, first) if x is not None]
+    call = operation("fused_update", implementation, *floats, bare=ints)
     flat = call(list(tables), given, *terms.flat(), lr, step, key, rule, list(hyper), first, list(dims), numbers)
-    n, each = len(tables), len(slots[0]) if slots else 0
     return flat[:n], [flat[n + t * each : n + (t + 1) * each] for t in range(n)]
 
 

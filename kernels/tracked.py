@@ -109,8 +109,12 @@ def is_tracked_here(x: object) -> bool:
 
 
 def is_bare(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all tensors are plain and on the CPU, and nothing observes the call of an operator."""
-    return is_quiet() and _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors))
+    """Return whether all tensors are plain and on the CPU, and nothing observes the call of an operator.
+
+    A lazy negative, such as the imaginary part of a conjugate, is not plain: its memory has the other sign.
+    """
+    usual = is_quiet() and _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors))
+    return usual and not any(map(Tensor.is_neg, tensors))
 
 
 def is_quiet() -> bool:

@@ -23,8 +23,12 @@ F = TypeVar("F", bound=Callable)
 
 
 def planned(queries: Tensor, items: Tensor, k: int, bits: int) -> tuple[Tensor, Tensor] | None:
-    """Return the result of a usual call, or None if the vectors do not fit, or a derivative needs the operation."""
-    return None if any_tracked((queries, items)) else library.planned("top_k")(queries, items, k, bits)
+    """Return the result of a usual call, or None if the vectors do not fit, or a derivative needs the operation.
+
+    The memory of a lazy negative has the other sign, so the operation takes it.
+    """
+    is_usual = not any_tracked((queries, items)) and not queries.is_neg() and not items.is_neg()
+    return library.planned("top_k")(queries, items, k, bits) if is_usual else None
 
 
 def planned_first(fn: F) -> F:

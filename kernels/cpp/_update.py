@@ -203,6 +203,8 @@ def _check_numbers(
         got = [f"{list(x.shape)} on {x.device}" for x in numbers]
         need = f"f64[] and i64[] on cpu{f', or [{members}]' * (members > 1)}"
         _native.fail(call, "`lr` or `step` is not one number.", got, need, "torch.tensor(lr)")
+    for x in numbers:
+        _native.check(x, x.dim(), (torch.float64, torch.int64))  # the kernel reads the address
     if key is not None and not fits_keys(key, num_tables):
         got, need = f"{key.dtype}{list(key.shape)} on {key.device}", f"i64[{num_tables}, S + 1, 4] on cpu"
         _native.fail(call, "`key` does not match.", got, need, "None to round to nearest")

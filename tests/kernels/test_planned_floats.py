@@ -95,6 +95,12 @@ def arguments(**changed):
     return [*(given | changed).values()]
 
 
+def freed(x):
+    """Return x after its memory was given away."""
+    x.untyped_storage().resize_(0)
+    return x
+
+
 CHANGED = {
     "tables of another width": lambda: {"tables": [torch.ones(6, 4), torch.ones(7, 3)]},
     "a table of f64": lambda: {"tables": [torch.ones(6, 4), torch.ones(7, 4).double()]},
@@ -112,6 +118,8 @@ CHANGED = {
     "no boundary": lambda: {"offsets": [x[:0] for x in arguments()[4]]},
     "short offsets": lambda: {"offsets": [x[:5] for x in arguments()[4]]},
     "a rate of f32": lambda: {"lr": torch.tensor(0.1)},
+    "a rate without memory": lambda: {"lr": freed(LR.clone())},
+    "a step without memory": lambda: {"step": freed(STEP.clone())},
     "a step of i32": lambda: {"step": torch.tensor(4, dtype=torch.int32)},
     "a rate of two numbers": lambda: {"lr": torch.ones(2, dtype=torch.float64)},
     "a parameter": lambda: {"tables": [torch.ones(6, 4), torch.nn.Parameter(torch.ones(7, 4), requires_grad=False)]},
@@ -177,6 +185,37 @@ def test_usual_calls_are_not_described_in_python(monkeypatch):
     flat[6], flat[13] = given[0][1].shape[1], 0
     with pytest.raises(pytest.fail.Exception):
         run(*given[:4], flat, BAGS)
+
+
+def test_lazy_negatives_have_the_values_that_torch_shows():
+    """A table, weights or cotangents whose memory has the other sign, such as the imaginary part of a conjugate, give
+    the results of their values."""
+    part = torch.complex(torch.zeros(1, 1), torch.ones(1, 1)).conj().imag
+    assert part.is_neg() and part.is_contiguous()
+    of_one = [torch.tensor([0])], torch.tensor([0, 1])
+    for weighted in (False, True):
+        feature, weights = [ops.Feature(0, 0, 0, 0, False, weighted, 0)], part[0] if weighted else None
+        assert ops.pooled_lookup([part], *of_one, weights, feature, 1).item() == (1 if weighted else -1)
+    terms = ops.Terms([part], of_one[0], [of_one[1]], [], [ops.Segment(0, 0, 0, 0, 0, 0, 1, 0, False, -1)])
+    (table,), _ = ops.fused_update([part], [[]], terms, LR, STEP, None, "sgd", numbers("sgd", {}))
+    torch.testing.assert_close(table, torch.full((1, 1), -0.9))
+    got, want = (ops.top_k(x, torch.tensor([[1.0], [2.0]]), None, None, 1) for x in (part, part.resolve_neg()))
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    for queries, items in ((part, torch.ones(1, 1)), (torch.ones(1, 1), part)):
+        assert fr.top_k(queries, items, 1)[0].item() == -1
+
+
+def test_an_update_refuses_hyper_parameters_that_autograd_follows():
+    """An update by hyper-parameters as a tensor raises if the tensor is tracked, and does not drop its graph."""
+    terms = ops.Terms(
+        [torch.ones(1, 2)], [torch.tensor([0])], [], [], [ops.Segment(0, 0, 0, 0, -1, 0, 1, 0, False, -1)]
+    )
+    own = torch.tensor(numbers("sgd", {}), dtype=torch.float64, requires_grad=True)
+    call = lambda: ops.fused_update([torch.ones(2, 2)], [[]], terms, LR, STEP, None, "sgd", own.tolist(), numbers=own)
+    with pytest.raises(TypeError, match="has no derivative here"):
+        call()
+    with torch.no_grad():
+        assert not call()[0][0].requires_grad
 
 
 def test_a_zero_keeps_its_sign_as_hyper_parameter():
