@@ -136,7 +136,11 @@ class CachedStep:
         self.step, self.stores, self.depth, self.look_ahead = step, stores, depth, look_ahead
         self.place = place_of(step)
         own = entered if self.place.mesh is None else functools.partial(entered_on_ranks, self.place)
-        self.enter = jit(own, donate=("state",)) if getattr(step, "donate", ()) else own
+
+        def cached_step(state: TrainState, choices: Any, fresh: Any) -> TrainState:  # the name that errors tell
+            return own(state, choices, fresh)
+
+        self.enter = jit(cached_step, donate=("state",)) if getattr(step, "donate", ()) else own
         self.waiting: Waiting = {}  # that of the open `ahead`; any other step ends it
         self.whole: tuple[Any, DynamicTables] | None = None  # sharded tables that were read, and the same gathered
         self.lock = threading.Lock()

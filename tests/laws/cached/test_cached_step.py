@@ -52,8 +52,9 @@ def test_a_cache_changes_no_bit(tmp_path_factory, seed, name, dtype, policy, dep
 )
 def test_a_compiled_donated_step_changes_no_bit(depth, name, dtype):
     """A jitted step that donates its state trains the same bits, in place. So it does with random rounding, and with
-    gradients that are clipped by their norm."""
+    gradients that are clipped by their norm. A use of the old state raises, and names the step."""
     both = Both(name, dtype, depth=depth or 1, jitted=True)
+    first = both.state
     batches = batches_of(3, 8)
     at = both.state.tables["user"].data_ptr(), both.state.tables.vocabularies["users"].entries.data_ptr()
     for batch, one in zip(batches, batches if depth is None else both.cached.ahead(both.state, batches), strict=True):
@@ -61,6 +62,8 @@ def test_a_compiled_donated_step_changes_no_bit(depth, name, dtype):
         both.state, got = both.cached(both.state, one)
         assert torch.equal(got["loss"], want["loss"])
     assert at == (both.state.tables["user"].data_ptr(), both.state.tables.vocabularies["users"].entries.data_ptr())
+    with pytest.raises(fr.DonatedError, match="donated to call 1 of `cached_step`"):
+        first.tables["user"] + 1
     both.check_all()
 
 
