@@ -52,6 +52,9 @@ def keep_freed_memory() -> None:
 
     A storage is memory of the CPU whatever torch's default device and modes are, and no setting of torch fills it.
 
+    The price: freed memory between living blocks stays with the process, as it does after any program that frees such a
+    block. `ctypes.CDLL(None).malloc_trim(0)` gives it back.
+
     Source: glibc's manual, "Malloc Tunable Parameters" (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD).
     """
     torch.UntypedStorage(LARGEST_KEPT)

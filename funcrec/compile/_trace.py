@@ -269,6 +269,11 @@ def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
+def lack_memory(leaves: Sequence[Any]) -> bool:
+    """Return whether a tensor is fake or on the device meta."""
+    return any(isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor)) for x in leaves)
+
+
 def is_odd(x: Tensor) -> bool:
     """Return whether x is not a plain tensor of dense memory with strides."""
     return type(x) not in PLAIN or x.layout != torch.strided or x.is_nested or x.is_quantized

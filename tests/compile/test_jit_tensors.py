@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import funcrec as fr
 from funcrec.core._tree import tree_leaves
@@ -104,3 +105,15 @@ def test_donated_inference_tensors(interpreted):
     assert_trees_close(given, X)
     with torch.inference_mode():
         assert_trees_close(step(given), torch.tensor([2.0, 2.0]))
+
+
+def test_fake_tensors_give_fake_tensors():
+    """A jitted function of a fake tensor, outside of its mode and after a call with numbers, gives a fake tensor of the
+    result's form. Its program, which would read memory that is not there, does not run."""
+    double, x = fr.jit(lambda x: 2 * x, donate=("x",)), torch.ones(3, 4)
+    given = FakeTensorMode().from_tensor(x)
+    double(x)
+    out = double(given)
+    assert isinstance(out, FakeTensor) and out.shape == (3, 4) and given.shape == (3, 4)
+    with pytest.raises(TypeError, match="a fake tensor"):
+        fr.jit(lambda x: 2 * x).lower(torch.ones(3, 4)).compile()(given)
