@@ -28,7 +28,7 @@ from funcrec.compile._method import Method
 from funcrec.compile._program import LOCK
 from funcrec.compile._recording import bring_to_cuda
 from funcrec.compile._static_arguments import call_plain, static_names, with_static
-from funcrec.compile._trace import is_odd, lack_memory, refuse_odd
+from funcrec.compile._trace import any_fake, is_odd, refuse_odd
 from funcrec.core import (
     Problem,
     Size,
@@ -229,7 +229,7 @@ class Jitted(Generic[A, R]):
         """Return the result of a call, after a check of each leaf."""
         if self.donate and torch.cuda.is_initialized():
             leaves = bring_to_cuda(leaves)
-        entry, leaves = self.staged(leaves, here)
+        entry, leaves = (self.step_aside("a fake tensor"), leaves) if any_fake(leaves) else self.staged(leaves, here)
         if entry is None:
             return self.followed(args, kwargs)
         with entry.lock if self.donate else ALONE:
@@ -263,8 +263,8 @@ class Jitted(Generic[A, R]):
                 paths = leaf_paths(here[1], here[0])
                 self.refuse_tracked(", ".join(f"`{paths[i][1]}`" for i, x in enumerate(leaves) if any_tracked([x])))
             return None, leaves
-        if lack_memory(leaves):
-            return self.step_aside("a fake tensor, or one on the device meta"), leaves
+        if any(isinstance(x, Tensor) and x.is_meta for x in leaves):
+            return self.step_aside("tensors on the device meta"), leaves
         leaves = self.in_memory(leaves, here)
         entry = self.find(leaves, here)
         if isinstance(entry, Followed):

@@ -269,9 +269,9 @@ def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
-def lack_memory(leaves: Sequence[Any]) -> bool:
-    """Return whether a tensor is fake or on the device meta."""
-    return any(isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor)) for x in leaves)
+def any_fake(leaves: Sequence[Any]) -> bool:
+    """Return whether a tensor is fake. A program may be made for fake tensors, but cannot run on them."""
+    return any(isinstance(x, FakeTensor) for x in leaves)
 
 
 def is_odd(x: Tensor) -> bool:
