@@ -42,7 +42,7 @@ def planned_pooled_lookup(
 ) -> tuple[Tensor] | None:
     """Return (the `pooled_lookup`,), or None if a tensor is not as the plan expects."""
     given = [*tables, *rows, offsets] if weights is None else [*tables, *rows, offsets, weights]
-    form = (tables[0].dtype, tables[0].shape[-1]) if tables else ()
+    form = (tables[0].dtype, tables[0].shape[-1:]) if tables else ()
     static = (len(tables), len(rows), weights is None or weights.dtype, form, num_bags, blocks, features)
     plan = find(_plans, static, lambda *_: _plan(static, tables, rows, offsets, weights, features, num_bags, blocks))
     if plan is None:

@@ -38,7 +38,7 @@ def planned_fused_update_(
     if not (tables and d and key is None and first is None and numbers is None and not dims):
         return None
     terms, own = (d, rows, offsets, weights), array("d", hyper)
-    forms = tables[0].dtype, tables[0].shape[-1], d[0].shape[-1], weights[0].dtype if weights else None
+    forms = tables[0].dtype, tables[0].shape[-1:], d[0].shape[-1:], weights[0].dtype if weights else None
     static = (len(tables), len(slots), *map(len, terms), rule, own.tobytes(), forms, segments)
     plan = find(_plans, static, lambda *_: _plan(static, tables, slots, terms, segments, (lr, step), rule, own))
     if plan is None:

@@ -104,6 +104,8 @@ def freed(x):
 CHANGED = {
     "tables of another width": lambda: {"tables": [torch.ones(6, 4), torch.ones(7, 3)]},
     "a table of f64": lambda: {"tables": [torch.ones(6, 4), torch.ones(7, 4).double()]},
+    "a table of one number": lambda: {"tables": [torch.tensor(1.0), torch.ones(7, 4)]},
+    "a cotangent of one number": lambda: {"d": [torch.tensor(1.0), *arguments()[2][1:]]},
     "a strided table": lambda: {"tables": [torch.ones(6, 4), torch.ones(4, 7).t()]},
     "a slot that is too short": lambda: {"slots": [torch.ones(6), torch.ones(6)]},
     "a slot of another dtype": lambda: {"slots": [torch.ones(6), torch.ones(7).half()]},
@@ -147,7 +149,9 @@ def test_an_unusual_update_has_the_outcome_of_one_described_in_python(changed):
     assert first == second and all(map(torch.equal, mine, other))
 
 
-@pytest.mark.parametrize("unusual", ["stacks", "f64", "strided", "short weights", "short offsets", "parameter"])
+@pytest.mark.parametrize(
+    "unusual", ["stacks", "f64", "strided", "short weights", "short offsets", "parameter", "short of a dim"]
+)
 def test_an_unusual_lookup_has_the_outcome_of_one_described_in_python(unusual):
     """Stacks, tables of f64, strided ids, subclasses, and what raises: all as described in Python."""
     run = library.function("cpp", "pooled_lookup")
@@ -160,6 +164,7 @@ def test_an_unusual_lookup_has_the_outcome_of_one_described_in_python(unusual):
         "strided": (tables, [x.repeat_interleave(2)[::2] for x in rows], offsets, weights),
         "short weights": (tables, rows, offsets, weights[:5]),
         "short offsets": (tables, rows, offsets[:-1], weights),
+        "short of a dim": ([torch.tensor(1.0), *tables[1:]], rows, offsets, weights),
         "parameter": ([torch.nn.Parameter(x, requires_grad=False) for x in tables], rows, offsets, weights),
     }[unusual]
     assert is_same(outcome(run, *given, flat, bags), in_python(run, *given, flat, bags))
