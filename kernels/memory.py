@@ -48,7 +48,7 @@ def keep_freed_memory() -> None:
 
     glibc keeps twice the largest block that was mapped and freed, of at most 32 MiB. So this allocates such a block, to
     which nobody writes, and frees it. Without it, each training step gives pages back to the system and faults them in
-    again, in 3 to 10 % of a DLRM's step. A program that sets MALLOC_* has glibc's fixed limits instead.
+    again, which takes 3 to 10 % of a DLRM's step. A program that sets MALLOC_* has glibc's fixed limits instead.
 
     A storage is memory of the CPU whatever torch's default device and modes are, and no setting of torch fills it.
 

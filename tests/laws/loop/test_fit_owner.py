@@ -12,10 +12,10 @@ import time
 
 import pytest
 import torch
-from programs.failing_store import emptied
+from programs.failing_store import emptied, with_a_call
 
 import funcrec as fr
-from funcrec.files import Url, _lock, as_path
+from funcrec.files import _lock, as_path
 
 ROOT = "memory://runs/kept"
 GOES_ON, TAKEN = "is the folder of a run that goes on", "was taken by a newer run"
@@ -197,22 +197,6 @@ def test_a_store_has_the_newest_runs_checkpoints_whichever_request_it_precedes(r
     assert at == asked[0] + 1 and at > 20
     assert outcomes == {TAKEN, "meanwhile", "holds a run", "ends"}, outcomes
     emptied()
-
-
-def with_a_call(monkeypatch, at, call):
-    """Call `call` once, before the request number `at` of those that follow; return the number of requests so far."""
-    asked, real = [0], Url.ask
-
-    def ask(self, what, request, **how):
-        asked[0] += 1
-        if asked[0] == at:
-            with monkeypatch.context() as patch:
-                patch.setattr(Url, "ask", real)
-                call()
-        return real(self, what, request, **how)
-
-    monkeypatch.setattr(Url, "ask", ask)
-    return asked
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -1,11 +1,11 @@
 """Of two publishers of one folder in a store, one goes on and the other raises, whenever the requests of one fall."""
 
 import pytest
-from programs.failing_store import emptied
+from programs.failing_store import emptied, with_a_call
 from programs.fresh import STEP, batch, begun, bits, held
 
 import funcrec as fr
-from funcrec.files import Url, as_path
+from funcrec.files import as_path
 from funcrec.serve.freshness import _published
 
 pytestmark = pytest.mark.xdist_group("packages")
@@ -42,22 +42,6 @@ class Publisher:
             assert REFUSED in str(error) and "\n  need  one publisher of a folder" in str(error), error
             return False
         return True
-
-
-def with_a_call(monkeypatch, at, call):
-    """Call `call` once, before the request number `at` of those that follow; return the number of requests so far."""
-    asked, real = [0], Url.ask
-
-    def ask(self, what, request, **how):
-        asked[0] += 1
-        if asked[0] == at:
-            with monkeypatch.context() as patch:
-                patch.setattr(Url, "ask", real)
-                call()
-        return real(self, what, request, **how)
-
-    monkeypatch.setattr(Url, "ask", ask)
-    return asked
 
 
 def is_followed(package, right):
