@@ -39,7 +39,7 @@ class CacheConfig(NamedTuple):
     store: TableStore
     capacity: Count
     features: Sequence[FeatureConfig]
-    policy: Literal["lru"] | Callable = "lru"
+    policy: Literal["lru"] | Callable[[Tensor, Tensor], Tensor] = "lru"
 
     @property
     def tables(self) -> Sequence[TableConfig]:

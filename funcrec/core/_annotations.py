@@ -83,7 +83,7 @@ def kind_of(hint: Any, owner: Any = None) -> Requirement:
         return _mapping(args, owner)
     if origin in (Sequence, Collection, tuple, list):
         return _sequence(origin, args, owner)
-    if origin is Callable or hint is Callable:
+    if origin is Callable or hint is Callable or is_function_protocol(origin or hint):
         return _instance(callable, "a function", "a function", Callable)
     plain = origin if origin in _PLAIN else hint
     if plain in _PLAIN:
@@ -93,6 +93,11 @@ def kind_of(hint: Any, owner: Any = None) -> Requirement:
     if hint is Any or hint is object or not isinstance(hint, type) or getattr(hint, "_is_protocol", False):
         return ANYTHING
     return _of_class(hint)
+
+
+def is_function_protocol(hint: Any) -> bool:
+    """Return whether a class is a Protocol of functions: it names their arguments for a type checker."""
+    return getattr(hint, "_is_protocol", False) and "__call__" in vars(hint)
 
 
 def _instance(is_one: Callable[[Any], bool], noun: str, need: str, cls: Any = None) -> Requirement:

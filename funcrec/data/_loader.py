@@ -9,7 +9,7 @@ number of threads may make the batches. Shapes: N rows, B rows of a batch.
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -158,8 +158,10 @@ class Loader:
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> NoReturn:
-        refuse_iteration("funcrec.data.Loader")
+    if not TYPE_CHECKING:  # an editor marks the loop
+
+        def __iter__(self) -> NoReturn:
+            refuse_iteration("funcrec.data.Loader")
 
     def __repr__(self) -> str:
         return f"Loader({len(self)} batches of {self.batch_size})"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -66,8 +66,10 @@ class StreamLoader:
         made = made if self.look is None else (self.look(item) for item in made)
         return made if self.device is None else prefetch(made, depth=self.depth, device=self.device)
 
-    def __iter__(self) -> NoReturn:
-        refuse_iteration("funcrec.data.StreamLoader")
+    if not TYPE_CHECKING:  # an editor marks the loop
+
+        def __iter__(self) -> NoReturn:
+            refuse_iteration("funcrec.data.StreamLoader")
 
     def __length_hint__(self) -> int:
         if self.share is not None:

@@ -8,7 +8,7 @@ Shapes: B examples, R rows of a table, D dim.
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
@@ -27,11 +27,20 @@ from funcrec.core import (
 from funcrec.grad._of_rows import OfRows, of_rows
 from funcrec.tables import Params
 
+A = ParamSpec("A")
 FORWARD_MODE = threading.RLock()  # torch has one level of forward mode for all threads: another's tangents are zero
 
 
+class Product(Protocol[A]):
+    """A function of parameters, a direction and other arguments that returns a product, which is like a gradient."""
+
+    __module__ = "funcrec.grad"  # what `help` shows
+
+    def __call__(self, params: Params, direction: Params, /, *args: A.args, **kwargs: A.kwargs) -> Params: ...
+
+
 @typed
-def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Params]:
+def hvp(loss_fn: Callable[Concatenate[Any, A], Tensor]) -> Product[A]:
     """Return a function that multiplies the Hessian of a loss with a direction.
 
     Args:
@@ -74,7 +83,7 @@ def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Params]:
 
 
 @typed
-def gauss_newton_product(predict_fn: Callable[..., Any], loss_fn: Callable[..., Any]) -> Callable[..., Params]:
+def gauss_newton_product(predict_fn: Callable[Concatenate[Any, A], Any], loss_fn: Callable[..., Tensor]) -> Product[A]:
     """Return a function that multiplies the Gauss-Newton matrix of a loss of predictions with a direction.
 
     The matrix is the Hessian without the second derivatives of the predictions. If the loss is convex in the
@@ -125,7 +134,7 @@ def gauss_newton_product(predict_fn: Callable[..., Any], loss_fn: Callable[..., 
 
 
 @typed
-def fisher_product(losses_fn: Callable[..., Any]) -> Callable[..., Params]:
+def fisher_product(losses_fn: Callable[Concatenate[Any, A], Tensor]) -> Product[A]:
     """Return a function that multiplies the empirical Fisher matrix, the mean of the examples' g gᵀ, with a direction.
 
     Args:

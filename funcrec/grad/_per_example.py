@@ -8,7 +8,7 @@ all examples are one lookup. Shapes: B examples, C ids of the longest.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.utils._pytree as torch_tree
@@ -27,18 +27,20 @@ from funcrec.core import (
     typed,
 )
 from funcrec.grad._micro_batches import Totals, num_examples, size_problems
-from funcrec.grad._value_and_grad import loss_and_aux, value_and_grad
+from funcrec.grad._value_and_grad import Gradient, loss_and_aux, value_and_grad
 from funcrec.jagged import is_concrete, ranges_of_parts, stack_bags
 from funcrec.mesh import flatten_parts, is_jagged
 from funcrec.tables import Params
 
+R = TypeVar("R")
+A = ParamSpec("A")
 CALL = "funcrec.per_example_grads"
 
 
 @typed
 def per_example_grads(
-    loss_fn: Callable[..., Any], has_aux: bool = False, *, max_ids: Count | None = None
-) -> Callable[..., tuple[Any, Params]]:
+    loss_fn: Callable[Concatenate[Any, A], R], has_aux: bool = False, *, max_ids: Count | None = None
+) -> Gradient[A, R]:
     """Return a function like that of `value_and_grad`, which differentiates the loss of each example of a batch alone.
 
     Args:
@@ -90,7 +92,7 @@ def per_example_grads(
         examples = stacked_examples(CALL, batch, max_ids)
         return over_examples(loss_fn, has_aux, examples)(params, *args, **kwargs)
 
-    return run
+    return cast(Any, run)
 
 
 class Examples(NamedTuple):

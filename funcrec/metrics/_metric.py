@@ -10,7 +10,7 @@ examples.
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,18 @@ State = Any
 ANY = object()  # value of from_logits: predictions may be any numbers
 RANGES = {True: (-math.inf, math.inf), False: (0.0, 1.0), ANY: (-math.inf, math.inf)}  # of predictions, by from_logits
 CHANCES, FINITE = (0.0, 1.0), (-sys.float_info.max, sys.float_info.max)  # ranges of labels
+
+
+class InitMetric(Protocol):
+    """A function that returns the state before the first example."""
+
+    def __call__(self, device: Any = None) -> State: ...
+
+
+class UpdateMetric(Protocol):
+    """A function that returns the state after more examples."""
+
+    def __call__(self, state: State, predictions: Any, labels: Any, weights: Tensor | None = None) -> State: ...
 
 
 @typed_fields
@@ -68,8 +80,8 @@ class Metric(NamedTuple):
       tensor(0.5000, dtype=torch.float64)
     """
 
-    init: Callable[..., State]
-    update: Callable[..., State]
+    init: InitMetric
+    update: UpdateMetric
     compute: Callable[[State], Any]
     from_logits: bool | None = False
 

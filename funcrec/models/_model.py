@@ -7,7 +7,7 @@ A model is a value that holds functions. Its parameters are outside of it, in `P
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,16 @@ from funcrec.tables import (
 )
 from funcrec.tables import init as init_tables
 
+R = TypeVar("R", covariant=True)
+
+
+class TrainingLoss(Protocol[R]):
+    """A loss that draws by a key."""
+
+    __module__ = "funcrec.models"  # what `help` shows
+
+    def __call__(self, params: Params, batch: Batch, *, key: Tensor) -> R: ...
+
 
 @typed_fields
 class Model(NamedTuple):
@@ -88,14 +98,16 @@ class Model(NamedTuple):
     def __repr__(self) -> str:
         return shown(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        what, need = "a model is a record of functions, not a function.", "one of them"
-        hint = "model.apply(params, batch), with params = model.init(key); model.train_apply(params, batch, key)"
-        fail("funcrec.models.Model", what, got="model(...)", need=need, hint=hint, kind=TypeError)
+    if not TYPE_CHECKING:  # an editor marks the call
+
+        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            what, need = "a model is a record of functions, not a function.", "one of them"
+            hint = "model.apply(params, batch), with params = model.init(key); model.train_apply(params, batch, key)"
+            fail("funcrec.models.Model", what, got="model(...)", need=need, hint=hint, kind=TypeError)
 
 
 @typed
-def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable[..., Any]:
+def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> TrainingLoss[tuple[Tensor, dict[str, Any]]]:
     """Return the training loss: the mean of `loss` over the batch, weighted by `batch.weight`, plus the penalty.
 
     Args:

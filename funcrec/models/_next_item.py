@@ -5,7 +5,7 @@
 Shapes: B histories, N items of all histories, K negatives, D dim, R rows of the item table.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from funcrec import losses
 from funcrec.core import Count, PositiveMagnitude, Problem, UnitInterval, check, random, sure, typed
 from funcrec.jagged import JaggedTensor
-from funcrec.models._model import input_problems
+from funcrec.models._model import TrainingLoss, input_problems
 from funcrec.models._sequence import SequenceModel, history_of, listed_problems, looked_up, shifted
 from funcrec.tables import Batch, Params
 
@@ -28,7 +28,7 @@ def next_item_loss(
     temperature: PositiveMagnitude = 1.0,
     calibration: UnitInterval = 0.75,
     chunk: Count | None = None,
-) -> Callable[..., Any]:
+) -> TrainingLoss[Tensor]:
     """Return the training loss of a sequence model, (params, batch, *, key) -> f[].
 
     A history of n items has n - 1 positions with a next item; the latest model.max_length of them count. An example of

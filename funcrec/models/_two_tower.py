@@ -27,7 +27,7 @@ from funcrec.core import (
     typed_fields,
 )
 from funcrec.models._deep import run, width
-from funcrec.models._model import build, check_configs, input_problems, part
+from funcrec.models._model import TrainingLoss, build, check_configs, input_problems, part
 from funcrec.tables import HEAD, Batch, FeatureConfig, Params, TableConfig, duplicate_problems, lookup, table_lines
 
 
@@ -161,7 +161,7 @@ def in_batch_softmax_loss(
     *,
     log_q: Callable[[Batch], Tensor] | None = None,
     candidate_ids: Callable[[Batch], Tensor] | None = None,
-) -> Callable[..., Any]:
+) -> TrainingLoss[tuple[Tensor, dict[str, Any]]]:
     """Return the training loss of two towers: (params, batch, *, key) -> (f[], {"logits": f[B], "stats": {}}).
 
     Args:

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import NoneType, SimpleNamespace
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, cast
 
 from torch import Tensor
 
@@ -93,7 +93,7 @@ def build_builtin(own: Builtin, *args: Any, **kwargs: Any) -> RowOptimizer:
         init=init, rule=own.rule, lr=lr, name=name, hyper=hyper, kernel=kernel_of(name, own.rule, slots, hyper)
     )
     if own.is_rate(SimpleNamespace(**hyper)):
-        made.update.rate = lambda table, step: rate_at(f"funcrec.optim.{name}", lr, step)
+        cast(Any, made.update).rate = lambda table, step: rate_at(f"funcrec.optim.{name}", lr, step)
     return made
 
 

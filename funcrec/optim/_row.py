@@ -10,7 +10,7 @@ Shapes: R rows, D dim, M touched rows (a capacity: entries past `count` are padd
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,21 @@ from funcrec.tables import root as root_of
 
 Slots = dict[str, dict[str, Tensor]]
 root = formula.primitive(root_of)
+
+
+class UpdateRows(Protocol):
+    """A function that returns tables and slots after a step."""
+
+    def __call__(
+        self,
+        row_grads: Mapping[str, RowGrads],
+        slots: Slots,
+        tables: Tables,
+        step: int | Tensor,
+        *,
+        implementation: str | None = None,
+        key: Tensor | None = None,
+    ) -> tuple[dict[str, Tensor], Slots]: ...
 
 
 @typed_fields
@@ -107,7 +122,7 @@ class RowOptimizer(NamedTuple):
     """
 
     init: Callable[[Tables], Slots]
-    update: Callable[..., tuple[dict[str, Tensor], Slots]]
+    update: UpdateRows
     label: Callable[[str], Hashable] = lambda table: None
     is_elementwise: bool = False
     is_joint: bool = False

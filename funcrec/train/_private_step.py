@@ -11,7 +11,7 @@ Shapes: R rows of a table, M rows that a batch reads, D dim.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -172,9 +172,8 @@ def private_step(
         check(CALL, late_problems(late[0]))
         scale = how.scale / how.divisor(examples.count)
         lost = lambda x: torch.where(late[0], torch.nan, x)
-        rate = lambda n: torch.as_tensor(
-            sparse.update.rate(n, state.step), dtype=torch.float64, device=state.step.device
-        )
+        rate_of = cast(Any, sparse.update).rate
+        rate = lambda n: torch.as_tensor(rate_of(n, state.step), dtype=torch.float64, device=state.step.device)
         added = {n: (rate(n) * scale) ** 2 for n in tables}
         metrics = {**metrics, "loss": lost(metrics["loss"])}
         return PrivateState(new, drawn, {n: lost(v + added[n]) for n, v in run.due.items()}), metrics

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,7 +57,14 @@ from funcrec.train._step_problems import (
 )
 
 S = TypeVar("S")
+Made = TypeVar("Made", covariant=True)
 RATE = 0.001  # the rate of Adam where no optimizer is given, as in torch
+
+
+class InitState(Protocol[Made]):
+    """A function (params, key) -> state."""
+
+    def __call__(self, params: Any, key: Tensor | None = None) -> Made: ...
 
 
 @typed_fields
@@ -73,7 +80,7 @@ class TrainStep(NamedTuple, Generic[S]):
       (tensor(0.), {'loss': tensor(4.)})
     """
 
-    init: Callable[..., S]
+    init: InitState[S]
     update: Callable[[S, Any], tuple[S, dict[str, Any]]]
 
     def __call__(self, state: S, batch: Any) -> tuple[S, dict[str, Any]]:

@@ -9,7 +9,7 @@ Shapes: K members.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from funcrec.train._state import TrainState
 from funcrec.train._step import TrainStep
 from funcrec.tree import copy
 
+T = TypeVar("T")
 CALL = "funcrec.sweep"
 Keys = Annotated[Tensor, Form("i64[...]", "a key")]
 
@@ -121,7 +122,7 @@ def sweep(
 
 
 @typed
-def member(states: Any, index: Size) -> Any:
+def member(states: T, index: Size) -> T:
     """Return one member of a tree of stacked tensors [K, ...], such as the states of a `sweep`, in memory of its own.
 
     Args:
