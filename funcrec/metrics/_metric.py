@@ -40,11 +40,15 @@ CHANCES, FINITE = (0.0, 1.0), (-sys.float_info.max, sys.float_info.max)  # range
 class InitMetric(Protocol):
     """A function that returns the state before the first example."""
 
+    __module__ = "funcrec.metrics"  # what `help` shows
+
     def __call__(self, device: Any = None) -> State: ...
 
 
 class UpdateMetric(Protocol):
     """A function that returns the state after more examples."""
+
+    __module__ = "funcrec.metrics"  # what `help` shows
 
     def __call__(self, state: State, predictions: Any, labels: Any, weights: Tensor | None = None) -> State: ...
 

@@ -60,6 +60,8 @@ root = formula.primitive(root_of)
 class UpdateRows(Protocol):
     """A function that returns tables and slots after a step."""
 
+    __module__ = "funcrec.optim"  # what `help` shows
+
     def __call__(
         self,
         row_grads: Mapping[str, RowGrads],

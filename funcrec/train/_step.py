@@ -64,6 +64,8 @@ RATE = 0.001  # the rate of Adam where no optimizer is given, as in torch
 class InitState(Protocol[Made]):
     """A function (params, key) -> state."""
 
+    __module__ = "funcrec.train"  # what `help` shows
+
     def __call__(self, params: Any, key: Tensor | None = None) -> Made: ...
 
 
