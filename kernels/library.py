@@ -252,6 +252,7 @@ _twins: dict[str, tuple[Callable, int]] = {}
 
 
 def _define(namespace: str, module: object) -> None:
+    compiled = getattr(module, "compiled_operators", frozenset)()
     for name, schema in SCHEMAS.items():
         written = IN_PLACE.get(name, name)
         if not hasattr(module, written):
@@ -271,7 +272,8 @@ def _define(namespace: str, module: object) -> None:
             run = _usual_first(usual, run)
         if name in IN_PLACE:
             run, in_place = _pure(run, name), run
-        define(namespace, name, schema, run, fake, in_place=in_place, stacked=STACKED.get(name, ()))
+        own, on_cpu = STACKED.get(name, ()), name not in compiled
+        define(namespace, name, schema, run, fake, in_place=in_place, stacked=own, on_cpu=on_cpu)
 
 
 def _usual_first(usual: Callable, run: Callable) -> Callable:
@@ -289,16 +291,18 @@ def define(
     in_place: Callable | None = None,
     stacked: Sequence[str] = (),
     layout: torch.Tag = torch.Tag.needs_fixed_stride_order,
+    on_cpu: bool = True,
 ) -> None:
     """Define an operator `torch.ops.<namespace>.<name>`.
 
     in_place: a function of the same arguments that writes to the first one or two arguments, which are tensors or lists
     of tensors. stacked: the names of the arguments, if the operator takes stacks. layout: a tag that says what compiled
-    programs must keep of the arguments' strides.
+    programs must keep of the arguments' strides. on_cpu: whether `run` is the operator on the CPU.
     """
     library = _libraries.get(namespace) or _libraries.setdefault(namespace, torch.library.Library(namespace, "DEF"))
     library.define(name + schema, tags=(layout, torch.Tag.pt2_compliant_tag))
-    library.impl(name, run, "CPU")
+    if on_cpu:
+        library.impl(name, run, "CPU")
     _functions[f"{namespace}::{name}"] = run
     library.impl(name, run, "CUDA")
     library.impl(name, fake, "Meta")

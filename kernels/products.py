@@ -8,6 +8,7 @@ depends on other rows or columns, on threads, on the instruction set or on the i
 128 terms each add up to the whole. Up to 256 terms, zeros after the last term change no bit.
 """
 
+from funcrec.kernels import library
 from funcrec.kernels.choice import operation
 from funcrec.kernels.tracked import any_tracked
 from torch import Tensor
@@ -19,19 +20,24 @@ def invariant_bmm(a: Tensor, b: Tensor, *, implementation: str | None = None) ->
     Terms are summed in blocks of at most 256 in order, acc = fma(a, b, acc) from acc = 0; a tree joins neighbouring
     blocks, then neighbouring sums. So they depend on no other row, no thread, no instruction set and no implementation.
     """
-    _refuse_tracked("invariant_bmm", a, b)
-    return operation("invariant_bmm", implementation, a, b)(a, b)
+    return _result("invariant_bmm", implementation, a, b)
 
 
 def invariant_sum(x: Tensor, *, implementation: str | None = None) -> Tensor:
     """Return the sums of f32|f64[P, N, Q] over N, f[P, Q], in the order of `invariant_bmm`: acc + x from acc = 0."""
-    _refuse_tracked("invariant_sum", x)
-    return operation("invariant_sum", implementation, x)(x)
+    return _result("invariant_sum", implementation, x)
 
 
-def _refuse_tracked(name: str, *tensors: Tensor) -> None:
+def _result(name: str, implementation: str | None, *tensors: Tensor) -> Tensor:
     if any_tracked(tensors):
         raise TypeError(
             f"funcrec.kernels.{name}: the operation has no derivative.\n  got   a tensor that grad or jvp follows\n"
             "  need  plain tensors\n  try   fr.invariant around the whole function, with its derivative"
         )
+    call = operation(name, implementation, *tensors)
+    try:
+        return call(*tensors)
+    except ValueError:  # a compiled operator tells all that does not fit in one way
+        if call is library.operator("cpp", name):
+            library.function("cpp", name)(*tensors)
+        raise

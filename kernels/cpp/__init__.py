@@ -27,6 +27,7 @@ from funcrec.kernels.cpp._lookup import pooled_lookup as pooled_lookup
 from funcrec.kernels.cpp._lookup import pooled_lookup_weights as pooled_lookup_weights
 from funcrec.kernels.cpp._lookup import scatter_block_ as scatter_block_
 from funcrec.kernels.cpp._lookup import scatter_rows_ as scatter_rows_
+from funcrec.kernels.cpp._operators import compiled_operators as compiled_operators
 from funcrec.kernels.cpp._planned_update import planned_fused_update_ as planned_fused_update_
 from funcrec.kernels.cpp._quantized import planned_lookup as planned_lookup
 from funcrec.kernels.cpp._quantized import quantize_rows as quantize_rows

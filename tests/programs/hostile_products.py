@@ -4,7 +4,7 @@ Shapes: S stacked matrices, M rows, K terms, N columns; B examples, F vectors, D
 """
 
 import torch
-from funcrec.kernels import reference
+from funcrec.kernels import cpp, reference
 from torch import Tensor
 
 from programs.hostile_draw import DIMS, F32, F64, FLOATS, Draw, Result, size, wide
@@ -28,12 +28,14 @@ def invariant_bmm(draw: Draw) -> Result:
     dtype, stack, depth = draw.one(F32, F64), draw.one(0, 1, 2, 5), draw.one(*DEPTHS)
     a = matrix(draw, stack, draw.one(*SIDES), depth, dtype=dtype)
     b = matrix(draw, stack, depth, draw.one(*SIDES), dtype=dtype)
-    return Result(lambda: [torch.ops.funcrec_cpp.invariant_bmm(a, b)], [reference.invariant_bmm(a, b)])
+    run = lambda: [torch.ops.funcrec_cpp.invariant_bmm(a, b), cpp.invariant_bmm(a, b)]
+    return Result(run, [reference.invariant_bmm(a, b)] * 2)
 
 
 def invariant_sum(draw: Draw) -> Result:
     x = matrix(draw, draw.one(*SIDES), draw.one(*DEPTHS), draw.one(1, 1, *SIDES), dtype=draw.one(F32, F64))
-    return Result(lambda: [torch.ops.funcrec_cpp.invariant_sum(x)], [reference.invariant_sum(x)])
+    run = lambda: [torch.ops.funcrec_cpp.invariant_sum(x), cpp.invariant_sum(x)]
+    return Result(run, [reference.invariant_sum(x)] * 2)
 
 
 def stacks(draw: Draw) -> list[Tensor]:
