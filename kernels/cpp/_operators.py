@@ -15,13 +15,13 @@ NAMES = frozenset(("invariant_bmm", "invariant_sum"))
 def compiled_operators() -> frozenset[str]:
     """Register the operators for the CPU, and return their names.
 
-    Return no names if there is no compiled object for this processor, or torch lacks the functions: then Python's
-    functions are the operators, and the first call says what is missing.
+    Return no names if there is no compiled object for this processor, if it is older, or if torch lacks the functions.
+    Then Python's functions are the operators, and the first call says what is missing.
     """
     try:
         register = _native.library().funcrec_operators
         torch_library = _native.torch_library()._handle
-    except (RuntimeError, ValueError, OSError):
+    except (RuntimeError, ValueError, OSError, AttributeError):
         return frozenset()
     register.argtypes, register.restype = [ctypes.c_void_p], ctypes.c_int64
     return frozenset() if register(torch_library) else NAMES
