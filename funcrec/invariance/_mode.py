@@ -18,7 +18,7 @@ from funcrec.core import any_tracked, by_tree, describe, fail, is_in_derivative,
 from funcrec.invariance._hints import hint_for
 from funcrec.invariance._orders import LeftToRight
 from funcrec.invariance._replaced import of_one_dtype
-from funcrec.invariance._table import place_of
+from funcrec.invariance._table import OF_SOME, place_of
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -141,6 +141,8 @@ class Invariant(TorchDispatchMode):
             out = func(*args, **kwargs)
             if not any(map(is_float, tree_leaves(out))):
                 return out  # integers have one result, in any order
+        if func in OF_SOME and not all(x.numel() for x in tensors):
+            how, run = "exact", func
         if how == "composed" and func in self.composing:
             how, run = "unknown", func  # torch composes it of itself
         if how == "composed":

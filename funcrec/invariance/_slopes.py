@@ -29,7 +29,7 @@ def hardswish_backward(d: Tensor, x: Tensor) -> Tensor:
 
 def smooth_l1_backward(d: Tensor, x: Tensor, y: Tensor, reduction: int, beta: float) -> Tensor:
     """Return the cotangent of x: a line up to distance beta, and a sign beyond."""
-    away, share = x - y, d * (1.0 / x.numel() if reduction == 1 else 1.0)
+    away, share = x - y, d * (1.0 / max(x.numel(), 1) if reduction == 1 else 1.0)
     return torch.where(away.abs() >= beta, share * torch.sign(away), share * away / beta)
 
 

@@ -121,6 +121,20 @@ def test_a_long_running_sum_keeps_its_digits():
 
 @pytest.mark.parametrize(
     "f",
+    [lambda x: F.max_pool1d(x[:, :, 0, 0], 2), lambda x: F.max_pool2d(x[:, :, 0], 2), lambda x: F.mse_loss(x, x.neg()),
+     lambda x: F.smooth_l1_loss(x, x.neg()), lambda x: F.huber_loss(x, x.neg())],
+)  # fmt: skip
+def test_no_examples_have_torchs_results(f):
+    """Extrema of windows and means of errors are torch's where there is no example: no numbers, or NaN."""
+    x = torch.zeros(0, 3, 4, 4, 6)
+    values = [f, lambda x: F.max_pool3d(x, 2), lambda x: F.adaptive_max_pool1d(x[:, :, 0, 0], 2)]
+    tangent = lambda x: torch.func.jvp(f, (x,), (x,))[1]
+    for h in (*values, lambda x: torch.func.grad(lambda x: f(x).sum())(x), tangent):
+        torch.testing.assert_close(fr.invariant(h)(x), h(x), equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "f",
     [lambda x: F.avg_pool2d(x[0], 9), lambda x: F.avg_pool2d(x[0], 2, 1, 2), lambda x: F.avg_pool2d(x[0, 0, 0], 2),
      lambda x: F.avg_pool2d(x[0], 2, divisor_override=0), lambda x: F.adaptive_avg_pool2d(x[0, 0, 0], (2, 2))],
 )  # fmt: skip
