@@ -1,6 +1,11 @@
 """The schemas of products and sums whose bits do not depend on the batch, and the shapes of their results."""
 
 SCHEMAS = {"invariant_bmm": "(Tensor a, Tensor b) -> Tensor", "invariant_sum": "(Tensor x) -> Tensor"}
+# Elementwise functions of one number, in the order of csrc/functions_loop.h.
+FUNCTIONS = (
+    "exp", "expm1", "log", "log1p", "log2", "log10", "sigmoid", "tanh", "sqrt", "rsqrt", "sinh", "cosh", "asinh",
+    "acosh", "atanh", "sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc", "erfinv",
+)  # fmt: skip
 CHAIN = 256  # the most terms that are summed in order; csrc/chains.h has the same number
 
 FAKES = {

@@ -4,21 +4,25 @@
     log x = e log 2 + log(1 + f),  x = 2^e (1 + f),        √½ ≤ 1 + f < √2
 
 torch's own functions differ by processor, by library, and between a vector and its last elements. Each function here
-is one expression of exact operations, which a compiler fuses, and has the same bits anywhere. Coefficients are those of
-the series, and of fdlibm for the logarithm. Errors are in units of the last place (ulp) of a result.
+is one expression of exact operations, and has the same bits anywhere. A compiler fuses it; eager calls run the same
+expression as one loop in C++ (kernels/csrc/functions.h). Coefficients are those of the series, and of fdlibm for the
+logarithm. Errors are in units of the last place (ulp) of a result.
 Source: Muller, "Elementary Functions" (2016), chapter 3 and 11; Sun's fdlibm, e_log.c and e_logf.c.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode as _recorder
 
+from funcrec.kernels import library, ops
+from funcrec.kernels.invariant import FUNCTIONS
+
 LOG_2 = math.log(2)
-PIECE = 1 << 14  # numbers whose operations stay in the cache
+REALS, PLAIN = (torch.float32, torch.float64), (Tensor, torch.nn.Parameter)
 
 
 class Form(NamedTuple):
@@ -187,21 +191,33 @@ def atanh(x: Tensor) -> Tensor:
     return torch.copysign((log1p(size * 2 / (1 - size)) * 0.5).to(x.dtype), x)
 
 
+def remainder(x: Tensor, root: Tensor) -> Tensor:
+    """Return x - root², which is exact for a root that is next to √x or nearer, in f64."""
+    high = root * 134217729.0 - (root * 134217729.0 - root)
+    low, square = root - high, root * root
+    return (((x - square) - (high * high - square)) - high * low * 2) - low * low
+
+
 def sqrt(x: Tensor) -> Tensor:
     """Return √x, correctly rounded. Some libraries miss the last bit of a root.
 
     A root in f64 has more than twice the digits of f32, so its error moves no rounding to f32. In f64, a step of
-    Newton's with the exact remainder corrects the root.
+    Newton's corrects the root of x 4^k, where nothing overflows or is subnormal. The step is never too short, so that
+    the number below is the result if √x is nearer to it: x < (root - u / 2)², whose whole numbers of u² are those of
+    x - root² ≤ -root u.
     """
-    root = torch.sqrt(x.double())
     if x.dtype != torch.float64:
-        return root.to(x.dtype)
-    y = torch.where((x > 2.0**-900) & (x < 2.0**900), x, 1.0)
-    near = torch.where(y == x, root, 1.0)
-    high = near * 134217729.0 - (near * 134217729.0 - near)
-    low = near - high
-    left = (((y - near * near) - (high * high - near * near)) - high * low * 2) - low * low
-    return torch.where(y == x, near + left / (near * 2), root)
+        return torch.sqrt(x.double()).to(x.dtype)
+    is_small, is_large = x < 2.0**-900, x > 2.0**900
+    y = torch.where(is_small, x * 2.0**200, torch.where(is_large, x * 2.0**-200, x))
+    is_usual = (y > 0) & (y < math.inf)
+    y = torch.where(is_usual, y, 1.0)
+    near = torch.sqrt(y)
+    above = near + remainder(y, near) / (near * 2)
+    below = (above.view(torch.int64) - 1).view(torch.float64)
+    root = torch.where(remainder(y, above) <= above * (below - above), below, above)
+    root = root * torch.where(is_small, 2.0**-100, torch.where(is_large, 2.0**100, 1.0))
+    return torch.where(is_usual, root, torch.sqrt(x))
 
 
 def rsqrt(x: Tensor) -> Tensor:
@@ -235,30 +251,34 @@ def whole_power(x: Tensor, n: int) -> Tensor:
     return torch.ones_like(x) if out is None else out
 
 
-def by_pieces(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return f(x), of a large tensor piece by piece: what its operations leave stays in the processor's cache.
+def is_at_hand(x: Tensor) -> bool:
+    """Return whether one loop in C++ can compute x now: a plain tensor with memory, and no program is being recorded.
 
-    A program that is being recorded (the mode of a recorder is active, or the tensor is its own) has f whole.
+    A program keeps the operations, which its compiler fuses. So does a call for which `ops.using` names "reference".
     """
-    if x.numel() < 2 * PIECE or type(x) is not Tensor or not x.is_cpu or not x.is_contiguous() or _recorder():
-        return f(x)
-    out = torch.empty_like(x)
-    for piece, to in zip(x.view(-1).split(PIECE), out.view(-1).split(PIECE), strict=True):
-        to.copy_(f(piece))
-    return out
+    is_plain = type(x) in PLAIN and x.is_cpu and x.layout is torch.strided
+    return is_plain and not _recorder() and ops.ambient() in (None, "cpp")
 
 
 def widened(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return f with 16-bit floats computed in f32, and whole numbers as the default dtype."""
+    """Return f with 16-bit floats computed in f32, and whole numbers as the default dtype.
+
+    One of FUNCTIONS is computed in C++ to the same bits, if the tensor is at hand.
+    """
+    name = f.__name__ if f.__name__ in FUNCTIONS else None
+
+    def compute(x: Tensor) -> Tensor:
+        return cast(Any, library.load("cpp")).invariant_function(name, x) if name and is_at_hand(x) else f(x)
 
     def run(*xs: Tensor) -> Tensor:
-        if len(xs) == 1 and xs[0].dtype in (torch.float32, torch.float64):
-            return by_pieces(f, xs[0])
+        if len(xs) == 1 and xs[0].dtype in REALS:
+            return compute(xs[0])
+        call = compute if len(xs) == 1 else f
         dtype = torch.result_type(*xs) if len(xs) == 2 else xs[0].dtype
-        if dtype in (torch.float32, torch.float64):
-            return f(*(x.to(dtype) for x in xs))
+        if dtype in REALS:
+            return call(*(x.to(dtype) for x in xs))
         if not dtype.is_floating_point:
-            return f(*(x.to(torch.get_default_dtype()) for x in xs))
-        return f(*(x.to(dtype).float() for x in xs)).to(dtype)
+            return call(*(x.to(torch.get_default_dtype()) for x in xs))
+        return call(*(x.to(dtype).float() for x in xs)).to(dtype)
 
     return run

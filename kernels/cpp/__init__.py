@@ -9,6 +9,7 @@ from funcrec.kernels.cpp._draws import draw_rows_ as draw_rows_
 from funcrec.kernels.cpp._draws import initial_rows as initial_rows
 from funcrec.kernels.cpp._extrema import bag_extrema as bag_extrema
 from funcrec.kernels.cpp._extrema import bag_extrema_transpose as bag_extrema_transpose
+from funcrec.kernels.cpp._functions import invariant_function as invariant_function
 from funcrec.kernels.cpp._generate import UnsupportedError as UnsupportedError
 from funcrec.kernels.cpp._interaction import dot_interaction as dot_interaction
 from funcrec.kernels.cpp._interaction import dot_interaction_transpose as dot_interaction_transpose

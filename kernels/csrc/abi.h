@@ -12,7 +12,7 @@
 
 namespace funcrec {
 
-constexpr int64_t ABI = 19;  // raised here and in _native.py whenever an entry point comes or its array changes
+constexpr int64_t ABI = 20;  // raised here and in _native.py whenever an entry point comes or its array changes
 
 enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2, F64 = 3, I32 = 4, I64 = 5, CODES8 = 6, CODES4 = 7, CODES2 = 8 };
 

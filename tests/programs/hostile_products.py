@@ -1,12 +1,14 @@
-"""Generated calls of products: those of one order, and the dot products of all pairs. See hostile.py.
+"""Generated calls of products and functions: those of one order, and the dot products of all pairs. See hostile.py.
 
 Shapes: S stacked matrices, M rows, K terms, N columns; B examples, F vectors, D dim.
 """
 
 import torch
 from funcrec.kernels import cpp, reference
+from funcrec.kernels.invariant import FUNCTIONS
 from torch import Tensor
 
+from funcrec.invariance import _replaced
 from programs.hostile_draw import DIMS, F32, F64, FLOATS, Draw, Result, size, wide
 
 SIDES, DEPTHS = (0, 1, 2, 3, 7, 13, 14, 15, 29, 33), (0, 1, 2, 15, 16, 17, 100, 256, 257, 600)
@@ -38,6 +40,15 @@ def invariant_sum(draw: Draw) -> Result:
     return Result(run, [reference.invariant_sum(x)] * 2)
 
 
+def invariant_function(draw: Draw) -> Result:
+    name, dtype, shape = draw.one(*FUNCTIONS), draw.one(F32, F64), [draw.one(0, 1, 2, 5), *draw.one((), (7,), (33, 3))]
+    x = draw.noise(*shape, dtype=dtype) * draw.one(1.0, 30.0, 1e30)
+    x = draw.place(torch.where(draw.noise(*shape) > 2, draw.one(0.0, torch.inf, -torch.inf, torch.nan, 1e-40), x))
+    x = x.mT if x.dim() > 1 and draw.one(True, False) else x
+    module = next(m for m, names in _replaced.FUNCTIONS.items() if name in names.split())
+    return Result(lambda: [cpp.invariant_function(name, x)], [getattr(module, name)(x)])
+
+
 def stacks(draw: Draw) -> list[Tensor]:
     dtype, count, dim = draw.one(*FLOATS), draw.one(0, 1, 2, 5, 70), draw.one(*DIMS)
     return [
@@ -61,4 +72,4 @@ def dot_interaction_transpose(draw: Draw) -> Result:
     return Result(run, call(wide(d), wide(x)), call(size(d), size(x)), vectors)
 
 
-PRODUCTS = (invariant_bmm, invariant_sum, dot_interaction, dot_interaction_transpose)
+PRODUCTS = (invariant_bmm, invariant_sum, invariant_function, dot_interaction, dot_interaction_transpose)
