@@ -48,62 +48,83 @@ struct Subtree {
 // Numbers of a term in a packed panel of `rows` rows: with AVX-512 whole squares, which are written and read without a remainder.
 template <class A> constexpr int64_t pitch(int64_t rows) { return VECTOR_BYTES == 64 && sizeof(A) == 4 ? 16 : rows; }
 
+// How A lies, and B. BESIDE: the numbers of A for a term lie side by side, and terms `stride` apart, as in a packed panel or a transposed matrix.
+// ALONG: the terms of a row lie side by side, and rows `stride` apart. TURNED: A is a packed panel, and the terms of a column of B lie side by side.
+enum class Lies { BESIDE, ALONG, TURNED };
+
+// What a chain reads of R rows of A for a term. Of rows that lie along, a register holds each third address: an instruction adds one or two strides.
+template <class A, int R, Lies HOW> struct Rows {
+  static constexpr int HELD = HOW == Lies::ALONG ? (R + 2) / 3 : 1;
+  const A* at[HELD];
+  int64_t stride;
+  FUNCREC_INLINE Rows(const A* a, int64_t stride) : stride(stride) {
+    FUNCREC_UNROLL for (int i = 0; i < HELD; i++) at[i] = a + 3 * i * stride;
+  }
+  FUNCREC_INLINE A operator[](int r) const { return HOW == Lies::ALONG ? at[r / 3][r % 3 * stride] : at[0][r]; }
+  FUNCREC_INLINE void next() {
+    FUNCREC_UNROLL for (int i = 0; i < HELD; i++) at[i] += HOW == Lies::ALONG ? 1 : stride;
+  }
+};
+
 // C [R, V vectors] of one chain, plus `joins` sums that came before it, the last one first: they lie at `kept`, downwards. With `add`, C is joined last.
-// `a` is packed; `b` has rows `b_row` apart. All sums stay in registers.
-template <class A, int R, int V> void chain(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins, bool add) {
+// `b` has rows `b_row` apart. All sums stay in registers.
+template <class A, int R, int V, Lies HOW>
+void chain(int64_t depth, const A* a, int64_t a_stride, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins, bool add) {
   constexpr int W = LANES<A>;
   Vec<A, W> s[R][V];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) s[r][v] = Vec<A, W>{};
-  for (int64_t k = 0; k < depth; k++, a += pitch<A>(R), b += b_row) {
+  FUNCREC_UNROLL for (int r = 0; r < R; r++)
+    FUNCREC_UNROLL for (int v = 0; v < V; v++) s[r][v] = Vec<A, W>{};
+  Rows<A, R, HOW> x(a, a_stride);
+  for (int64_t k = 0; k < depth; k++, x.next(), b += b_row) {
     Vec<A, W> y[V];
-    for (int v = 0; v < V; v++) y[v] = load<W>(b + v * W);
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) s[r][v] = fused<A, W>(a[r], y[v], s[r][v]);
+    FUNCREC_UNROLL for (int v = 0; v < V; v++) y[v] = load<W>(b + v * W);
+    FUNCREC_UNROLL for (int r = 0; r < R; r++)
+      FUNCREC_UNROLL for (int v = 0; v < V; v++) s[r][v] = fused<A, W>(x[r], y[v], s[r][v]);
   }
   for (; joins > 0; joins--, kept -= R * V * W)
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) s[r][v] = load<W>(kept + (r * V + v) * W) + s[r][v];
+    FUNCREC_UNROLL for (int r = 0; r < R; r++)
+      FUNCREC_UNROLL for (int v = 0; v < V; v++) s[r][v] = load<W>(kept + (r * V + v) * W) + s[r][v];
   if (add)
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) s[r][v] = load<W>(c + r * c_row + v * W) + s[r][v];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) store<W>(c + r * c_row + v * W, s[r][v]);
+    FUNCREC_UNROLL for (int r = 0; r < R; r++)
+      FUNCREC_UNROLL for (int v = 0; v < V; v++) s[r][v] = load<W>(c + r * c_row + v * W) + s[r][v];
+  FUNCREC_UNROLL for (int r = 0; r < R; r++)
+    FUNCREC_UNROLL for (int v = 0; v < V; v++) store<W>(c + r * c_row + v * W, s[r][v]);
 }
 
 // The same of columns of B that are contiguous and `b_row` apart: squares of them are turned in registers, which costs less than to pack what is read
 // once. The last square overlaps the one before it.
-template <class A, int R, int V> void turned_chain(int64_t depth, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins, bool /* add: never */) {
+template <class A, int R, int V>
+void turned_chain(int64_t depth, const A* a, int64_t /* pitch<A>(R) */, const A* b, int64_t b_row, A* c, int64_t c_row, const A* kept, int joins, bool /* add: never */) {
   constexpr int W = LANES<A>;
   constexpr int64_t LINE = std::max<int64_t>(W, 64 / sizeof(A)), AHEAD = 4 * LINE;
   Vec<A, W> s[R][V];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) s[r][v] = Vec<A, W>{};
+  FUNCREC_UNROLL for (int r = 0; r < R; r++)
+    FUNCREC_UNROLL for (int v = 0; v < V; v++) s[r][v] = Vec<A, W>{};
   int64_t k = 0;
   for (; k + LINE <= depth; k += LINE)
-    for (int v = 0; v < V; v++) {
-      for (int i = 0; i < W; i++) __builtin_prefetch(b + (v * W + i) * b_row + k + AHEAD);
+    FUNCREC_UNROLL for (int v = 0; v < V; v++) {
+      FUNCREC_UNROLL for (int i = 0; i < W; i++) __builtin_prefetch(b + (v * W + i) * b_row + k + AHEAD);
       for (int64_t own = k; own < k + LINE; own += W) {
         Vec<A, W> t[W];
         turn<W>(t, [&](int i) { return b + (v * W + i) * b_row + own; });
-        for (int j = 0; j < W; j++)
-          for (int r = 0; r < R; r++) s[r][v] = fused<A, W>(a[(own + j) * pitch<A>(R) + r], t[j], s[r][v]);
+        FUNCREC_UNROLL for (int j = 0; j < W; j++)
+          FUNCREC_UNROLL for (int r = 0; r < R; r++) s[r][v] = fused<A, W>(a[(own + j) * pitch<A>(R) + r], t[j], s[r][v]);
       }
     }
   for (; k < depth; k += W) {
     const int64_t from = std::min(k, depth - W);
-    for (int v = 0; v < V; v++) {
+    FUNCREC_UNROLL for (int v = 0; v < V; v++) {
       Vec<A, W> t[W];
       turn<W>(t, [&](int i) { return b + (v * W + i) * b_row + from; });
       for (int64_t j = k - from; j < W; j++)
-        for (int r = 0; r < R; r++) s[r][v] = fused<A, W>(a[(from + j) * pitch<A>(R) + r], t[j], s[r][v]);
+        FUNCREC_UNROLL for (int r = 0; r < R; r++) s[r][v] = fused<A, W>(a[(from + j) * pitch<A>(R) + r], t[j], s[r][v]);
     }
   }
   for (; joins > 0; joins--, kept -= R * V * W)
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) s[r][v] = load<W>(kept + (r * V + v) * W) + s[r][v];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) store<W>(c + r * c_row + v * W, s[r][v]);
+    FUNCREC_UNROLL for (int r = 0; r < R; r++)
+      FUNCREC_UNROLL for (int v = 0; v < V; v++) s[r][v] = load<W>(kept + (r * V + v) * W) + s[r][v];
+  FUNCREC_UNROLL for (int r = 0; r < R; r++)
+    FUNCREC_UNROLL for (int v = 0; v < V; v++) store<W>(c + r * c_row + v * W, s[r][v]);
 }
 
 // Sums of R rows that pass through the first cache: B is read row by row, as it lies. C [R, columns] of whole vectors; `kept` has room for 3 of SWEPT
@@ -122,16 +143,16 @@ template <class A, int R> void sweep(const Subtree& terms, int64_t columns, cons
       const auto pass = [&](auto number, int64_t k) {
         constexpr int T = decltype(number)::value;
         A x[T][R];  // they stay in registers, whatever is written to C
-        for (int t = 0; t < T; t++)
-          for (int r = 0; r < R; r++) x[t][r] = a[(k + t) * pitch<A>(R) + r];
+        FUNCREC_UNROLL for (int t = 0; t < T; t++)
+          FUNCREC_UNROLL for (int r = 0; r < R; r++) x[t][r] = a[(k + t) * pitch<A>(R) + r];
         for (int64_t j = 0; j < n; j += W) {
           Vec<A, W> s[R];
-          for (int r = 0; r < R; r++) s[r] = k == begin ? Vec<A, W>{} : load<W>(to + r * to_row + j);
-          for (int t = 0; t < T; t++) {
+          FUNCREC_UNROLL for (int r = 0; r < R; r++) s[r] = k == begin ? Vec<A, W>{} : load<W>(to + r * to_row + j);
+          FUNCREC_UNROLL for (int t = 0; t < T; t++) {
             const Vec<A, W> y = load<W>(b + (k + t) * b_row + left + j);
-            for (int r = 0; r < R; r++) s[r] = fused<A, W>(x[t][r], y, s[r]);
+            FUNCREC_UNROLL for (int r = 0; r < R; r++) s[r] = fused<A, W>(x[t][r], y, s[r]);
           }
-          for (int r = 0; r < R; r++) store<W>(to + r * to_row + j, s[r]);
+          FUNCREC_UNROLL for (int r = 0; r < R; r++) store<W>(to + r * to_row + j, s[r]);
         }
       };
       int64_t k = begin;
@@ -148,12 +169,12 @@ template <class A, int R> void sweep(const Subtree& terms, int64_t columns, cons
 
 // C of R rows and `columns` columns, at most V vectors: chains of the subtree's blocks, whose sums are joined as a tree. With `add`, their sum is
 // added to C, where the sum of the terms before lies.
-template <class A, int R, int V, bool TURNED>
-void tile(const Subtree& terms, const A* a, const A* b, int64_t b_row, A* c, int64_t c_row, int64_t columns, [[maybe_unused]] bool add) {
+template <class A, int R, int V, Lies HOW>
+void tile(const Subtree& terms, const A* a, int64_t a_stride, const A* b, int64_t b_row, A* c, int64_t c_row, int64_t columns, [[maybe_unused]] bool add) {
   constexpr int W = LANES<A>, SIZE = R * V * W;
   const auto run = [](auto... of) {
-    if constexpr (TURNED) turned_chain<A, R, V>(of...);
-    else chain<A, R, V>(of...);
+    if constexpr (HOW == Lies::TURNED) turned_chain<A, R, V>(of...);
+    else chain<A, R, V, HOW>(of...);
   };
   const bool whole = columns == V * W;
   alignas(64) A kept[3][SIZE];  // a binary counter of sums: at most a pair and a single chain wait
@@ -162,8 +183,8 @@ void tile(const Subtree& terms, const A* a, const A* b, int64_t b_row, A* c, int
     const bool direct = i + 1 == terms.count && whole;
     const int64_t k = terms.at[i];
     const int joins = __builtin_ctzll(~i), to = top - joins;
-    run(terms.at[i + 1] - k, a + k * pitch<A>(R), b + k * (TURNED ? 1 : b_row), b_row, direct ? c : kept[to], direct ? c_row : V * W,
-        kept[0] + (top - 1) * SIZE, joins, direct && add);
+    run(terms.at[i + 1] - k, a + k * (HOW == Lies::ALONG ? 1 : a_stride), a_stride, b + k * (HOW == Lies::TURNED ? 1 : b_row), b_row,
+        direct ? c : kept[to], direct ? c_row : V * W, kept[0] + (top - 1) * SIZE, joins, direct && add);
     top = to + 1;
   }
   if (whole) return;
@@ -175,12 +196,12 @@ void tile(const Subtree& terms, const A* a, const A* b, int64_t b_row, A* c, int
 constexpr int width_of(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : WIDE; }
 constexpr int turned_width(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
-template <class A> using Tile = void (*)(const Subtree&, const A*, const A*, int64_t, A*, int64_t, int64_t, bool);
+template <class A> using Tile = void (*)(const Subtree&, const A*, int64_t, const A*, int64_t, A*, int64_t, int64_t, bool);
 template <class A> using Tiles = std::array<Tile<A>, TALL>;  // by their rows
-template <class A, int V, int... R> constexpr Tiles<A> tiles(std::integer_sequence<int, R...>) { return {tile<A, R + 1, V, false>...}; }
-template <class A, int... R> constexpr Tiles<A> wide_tiles(std::integer_sequence<int, R...>) { return {tile<A, R + 1, width_of(R + 1), false>...}; }
+template <class A, int V, Lies HOW, int... R> constexpr Tiles<A> tiles(std::integer_sequence<int, R...>) { return {tile<A, R + 1, V, HOW>...}; }
+template <class A, int... R> constexpr Tiles<A> wide_tiles(std::integer_sequence<int, R...>) { return {tile<A, R + 1, width_of(R + 1), Lies::BESIDE>...}; }
 template <class A, int V, int... R> constexpr Tiles<A> turned_tiles(std::integer_sequence<int, R...>) {
-  return {tile<A, R + 1, V ? V : turned_width(R + 1), true>...};
+  return {tile<A, R + 1, V ? V : turned_width(R + 1), Lies::TURNED>...};
 }
 
 template <class A> using Sweep = void (*)(const Subtree&, int64_t, const A*, const A*, int64_t, A*, int64_t, A*);

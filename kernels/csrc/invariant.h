@@ -20,6 +20,9 @@ namespace funcrec::invariant {
 
 constexpr int64_t PANELS = 4, STRIPS = 8;  // tiles of rows and of columns that are packed at a time
 constexpr int64_t IN_PLACE = 5 * TALL;     // up to so many rows, B is read where it lies
+constexpr int64_t LONG = 32;               // terms from which rows of A are read where they lie,
+constexpr int64_t SETS = 4096;             // unless their distance is a multiple of so many bytes: they would share one set of the first cache
+constexpr int64_t SPARE = 32;              // numbers that are written past the last one
 
 // -- packing ----------------------------------------------------------------------------------------------------------
 
@@ -61,50 +64,37 @@ template <class A> void product_of_squares(int64_t rows, int64_t columns, const 
   constexpr int64_t L = LANES<A>;
   const int64_t wide = turned_width(int(rows)) * L;
   int64_t j = 0;
-  for (; j + wide <= columns; j += wide) SOME[rows - 1](terms, a, b + j * b_row, b_row, c + j, c_row, wide, false);
+  for (; j + wide <= columns; j += wide) SOME[rows - 1](terms, a, pitch<A>(rows), b + j * b_row, b_row, c + j, c_row, wide, false);
   for (; j < columns; j += L) {
     const int64_t at = std::min(j, columns - L);  // the last columns are computed twice, to the same bits
-    ONE[rows - 1](terms, a, b + at * b_row, b_row, c + at, c_row, L, false);
+    ONE[rows - 1](terms, a, pitch<A>(rows), b + at * b_row, b_row, c + at, c_row, L, false);
   }
 }
 
-// C [rows, columns] of a subtree; with `add`, its terms are added to C.
-template <class A> void product_of_subtree(int64_t rows, int64_t columns, const Subtree& terms, Operand<A> a, Operand<A> b, A* c, int64_t c_row, bool add) {
+// C [rows, columns] of a subtree; with `add`, its terms are added to C. Tiles read A where it lies, unless its rows share too few sets of the first cache.
+template <class A> void product_of_tiles(int64_t rows, int64_t columns, const Subtree& terms, Operand<A> a, Operand<A> b, A* c, int64_t c_row, bool add) {
   using Upto = std::make_integer_sequence<int, TALL>;
-  static constexpr auto NARROW = tiles<A, 1>(Upto{}), FULL = tiles<A, WIDE>(Upto{}), WIDER = wide_tiles<A>(Upto{});
-  constexpr int64_t L = LANES<A>, STRIP = WIDE * L, STEP = STRIP * STRIPS, TILES = TALL * PANELS, SPARE = 2 * L;
+  using Set = Tiles<A>;
+  static constexpr Set BESIDE[] = {tiles<A, 1, Lies::BESIDE>(Upto{}), tiles<A, WIDE, Lies::BESIDE>(Upto{}), wide_tiles<A>(Upto{})};
+  static constexpr Set ALONG[] = {tiles<A, 1, Lies::ALONG>(Upto{}), tiles<A, WIDE, Lies::ALONG>(Upto{})};
+  constexpr int64_t L = LANES<A>, STRIP = WIDE * L, TILES = TALL * PANELS;
   static thread_local Scratch<A> memory;
   const int64_t depth = terms.depth();
-  const int64_t room = pitch<A>(TALL) * depth;  // of a panel of A
-  A* const packed_b = memory.get(DEPTH * (STEP + pitch<A>(TALL) * PANELS) + SPARE);
-  A* const packed_a = packed_b + DEPTH * STEP;
-  if constexpr (sizeof(A) == 4)
-    if (!add && b.turned && rows <= FEW && columns >= L && depth >= L) {
-      pack(depth, pitch<A>(rows), rows, a.transposed(), packed_a);
-      return product_of_squares(rows, columns, terms, packed_a, b.at, b.stride, c, c_row);
-    }
-  if (!add && !b.turned && (rows <= SLIM || depth <= THIN) && columns >= L) {
-    static constexpr auto SWEEPS = sweeps<A>(std::make_integer_sequence<int, 4>{});
-    const int64_t whole = columns / L * L;
-    for (int64_t r = 0; r < rows; r += 4) {
-      const int64_t n = std::min<int64_t>(4, rows - r);
-      pack(depth, pitch<A>(n), n, a.from(r, 0).transposed(), packed_a);
-      SWEEPS[n - 1](terms, whole, packed_a, b.at, b.stride, c + r * c_row, c_row, packed_b);
-    }
-    b = b.from(0, whole), c += whole, columns -= whole;
-    if (columns == 0) return;
-  }
   const bool in_place = rows <= IN_PLACE && !b.turned;
   const int64_t step = rows <= TALL && in_place ? width_of(int(rows)) * L : STRIP;
-  const int64_t most = DEPTH / depth * STEP;  // columns of B that are packed at a time
+  const bool along = !a.turned && step == STRIP && depth >= LONG && a.stride * sizeof(A) % SETS != 0, packed = !a.turned && !along;
+  const int64_t room = packed ? pitch<A>(TALL) * depth : 0;  // of a panel of A
+  const int64_t most = DEPTH / depth * STRIP * STRIPS;       // columns of B that are packed at a time
+  A* const packed_b = memory.get(DEPTH * (STRIP * STRIPS + pitch<A>(TALL) * PANELS) + SPARE);
+  A* const packed_a = packed_b + DEPTH * STRIP * STRIPS;
   for (int64_t left = 0; left < columns; left += most)
     for (int64_t top = 0; top < rows; top += TILES) {
       const int64_t width = std::min(most, columns - left), height = std::min(TILES, rows - top);
       const int64_t count = (height + TALL - 1) / TALL;  // tiles of equal height, or one row less
-      for (int64_t i = 0; i < count; i++) {
-        const int64_t r = height * i / count, end = height * (i + 1) / count;
-        pack(depth, pitch<A>(end - r), end - r, a.from(top + r, 0).transposed(), packed_a + i * room);
-      }
+      const auto begin = [=](int64_t i) { return height * i / count; };
+      const auto high = [=](int64_t i) { return begin(i + 1) - begin(i); };
+      for (int64_t i = 0; packed && i < count; i++)
+        pack(depth, pitch<A>(high(i)), high(i), a.from(top + begin(i), 0).transposed(), packed_a + i * room);
       for (int64_t j = 0; j < width;) {
         const int64_t wide = step > STRIP && width - j < step ? STRIP : step, n = std::min(wide, width - j);
         const A* at = b.cell(0, left + j);
@@ -114,14 +104,39 @@ template <class A> void product_of_subtree(int64_t rows, int64_t columns, const 
           if (top == 0) pack(depth, STRIP, n, b.from(0, left + j), to);
           at = to, stride = STRIP;
         }
-        const auto& set = wide > STRIP ? WIDER : n <= L ? NARROW : FULL;
-        for (int64_t i = 0; i < count; i++) {
-          const int64_t r = height * i / count, end = height * (i + 1) / count;
-          set[end - r - 1](terms, packed_a + i * room, at, stride, c + (top + r) * c_row + left + j, c_row, n, add);
-        }
+        const Set& set = (along ? ALONG : BESIDE)[wide > STRIP ? 2 : n <= L ? 0 : 1];
+        for (int64_t i = 0; i < count; i++)
+          set[high(i) - 1](terms, packed ? packed_a + i * room : a.cell(top + begin(i), 0), packed ? pitch<A>(high(i)) : a.stride, at, stride,
+                           c + (top + begin(i)) * c_row + left + j, c_row, n, add);
         j += n;
       }
     }
+}
+
+// The same: few rows, or few terms, have ways of their own.
+template <class A> void product_of_subtree(int64_t rows, int64_t columns, const Subtree& terms, Operand<A> a, Operand<A> b, A* c, int64_t c_row, bool add) {
+  constexpr int64_t L = LANES<A>;
+  static thread_local Scratch<A> memory;
+  const int64_t depth = terms.depth();
+  if constexpr (sizeof(A) == 4)
+    if (!add && b.turned && rows <= FEW && columns >= L && depth >= L) {
+      A* const packed = memory.get(DEPTH * pitch<A>(FEW) + SPARE);
+      pack(depth, pitch<A>(rows), rows, a.transposed(), packed);
+      return product_of_squares(rows, columns, terms, packed, b.at, b.stride, c, c_row);
+    }
+  if (!add && !b.turned && (rows <= SLIM || depth <= THIN) && columns >= L) {
+    static constexpr auto SWEEPS = sweeps<A>(std::make_integer_sequence<int, 4>{});
+    const int64_t whole = columns / L * L;
+    A* const kept = memory.get(3 * SWEPT + DEPTH * pitch<A>(4) + SPARE);
+    for (int64_t r = 0; r < rows; r += 4) {
+      const int64_t n = std::min<int64_t>(4, rows - r);
+      pack(depth, pitch<A>(n), n, a.from(r, 0).transposed(), kept + 3 * SWEPT);
+      SWEEPS[n - 1](terms, whole, kept + 3 * SWEPT, b.at, b.stride, c + r * c_row, c_row, kept);
+    }
+    b = b.from(0, whole), c += whole, columns -= whole;
+    if (columns == 0) return;
+  }
+  product_of_tiles(rows, columns, terms, a, b, c, c_row, add);
 }
 
 // C [rows, columns] of the blocks [first, first + count); `a` and `b` begin at the first one.

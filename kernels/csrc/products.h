@@ -50,18 +50,18 @@ template <class A> struct Left {
 template <class A, int NV, int R> FUNCREC_INLINE void product_block(A* c, int64_t c_row, Left<A> left, const A* b, int64_t b_row, int64_t depth, bool add) {
   constexpr int W = LANES<A>;
   Vec<A, W> sums[R][NV];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < NV; v++) sums[r][v] = add ? load<W>(c + r * c_row + v * W) : Vec<A, W>{};
+  FUNCREC_UNROLL for (int r = 0; r < R; r++)
+    FUNCREC_UNROLL for (int v = 0; v < NV; v++) sums[r][v] = add ? load<W>(c + r * c_row + v * W) : Vec<A, W>{};
   for (int64_t k = 0; k < depth; k++) {
     Vec<A, W> x[NV];
-    for (int v = 0; v < NV; v++) x[v] = load<W>(b + k * b_row + v * W);
-    for (int r = 0; r < R; r++) {
+    FUNCREC_UNROLL for (int v = 0; v < NV; v++) x[v] = load<W>(b + k * b_row + v * W);
+    FUNCREC_UNROLL for (int r = 0; r < R; r++) {
       const A y = left.a[r * left.row + k * left.column];
-      for (int v = 0; v < NV; v++) sums[r][v] = fused<A, W>(y, x[v], sums[r][v]);
+      FUNCREC_UNROLL for (int v = 0; v < NV; v++) sums[r][v] = fused<A, W>(y, x[v], sums[r][v]);
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < NV; v++) store<W>(c + r * c_row + v * W, sums[r][v]);
+  FUNCREC_UNROLL for (int r = 0; r < R; r++)
+    FUNCREC_UNROLL for (int v = 0; v < NV; v++) store<W>(c + r * c_row + v * W, sums[r][v]);
 }
 
 // R rows of C, and columns [0, columns), rounded up to whole vectors.

@@ -13,6 +13,7 @@
 #endif
 
 #define FUNCREC_INLINE inline __attribute__((always_inline))
+#define FUNCREC_UNROLL _Pragma("GCC unroll 16")  // Before a loop over an array of registers: GCC unrolls others after it has given the array memory.
 
 namespace funcrec {
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64)
 SIZES = st.sampled_from([1, 2, 3, 5, 13, 14, 15, 29, 33, 64, 115])
-DEPTHS = st.sampled_from([1, 2, 7, 16, 17, 100, 129, 256, 257, 513, 770, 1025, 1300, 2051])
+DEPTHS = st.sampled_from([1, 2, 7, 16, 17, 31, 32, 100, 129, 256, 257, 512, 513, 770, 1024, 1025, 1300, 2051])
 CHAIN = 256  # the most terms of a block
 
 
