@@ -215,10 +215,10 @@ def load(
       like: a tree to compare with. The error lists every path whose kind, shape or dtype differs, or that only one tree
         has. Without a plan, states are laid out as a sharded TrainState in `like` is, whatever plan saved them; `mesh`
         is the mesh of that state, and need not be given if it is emulated. Or a step of `train_step`, or `jit` of it:
-        states are laid out as its first state is, by its plan on its mesh, and their slots must be its optimizer's.
+        states are laid out as its first state is, by its plan on its mesh. The states of both its optimizers must have
+        the names that were saved; Adam, AdamW and RAdam share theirs.
       device: the device of the tensors; by default the device that they were saved from, or with a mesh of real ranks
-        this rank's
-      device.
+        this rank's device.
       plan, mesh, exact, codec, dedup, dense_axes: the arguments of the `train_step` that continues. Every TrainState in
         the tree is laid out as they say, and each rank reads only its own rows of the tables. All ranks call `load`.
         With a mesh but no plan the tables are plain: whole on every rank, and on its device.
@@ -273,7 +273,7 @@ def load(
         target = target_like(held, sure(mesh))
     said = {n: repr(x) for n, x in {"mesh": mesh and mesh.axes, "plan": plan, **how}.items() if n != "sparse"}
     tree = read(where, target, mesh, device, like, mmap, said)
-    check(LOAD, () if step is None else of_step_problems(step.recipe.sparse, tree, mesh))
+    check(LOAD, () if step is None else of_step_problems(step.recipe, tree, mesh))
     return tree
 
 

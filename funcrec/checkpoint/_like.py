@@ -3,15 +3,16 @@
 from collections.abc import Iterator
 from typing import Any, cast
 
+import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.checkpoint._tree_json import show
-from funcrec.core import CLASSES, Problem, class_name, describe
+from funcrec.core import CLASSES, Problem, class_name, describe, paths, tree_structure
 from funcrec.mesh import Mesh
-from funcrec.optim import RowOptimizer
-from funcrec.sharding import optimizer_problems
-from funcrec.train import TrainState, TrainStep, readers
+from funcrec.optim import DenseOptimizer
+from funcrec.sharding import DenseShard, optimizer_problems
+from funcrec.train import Recipe, TrainState, TrainStep, readers
 
 
 def step_kind_problems(like: Any) -> Iterator[Problem]:
@@ -29,15 +30,32 @@ def given_problems(given: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(what, f"also {', '.join(names)}", need, "like=None, or a step with these arguments", TypeError)
 
 
-def of_step_problems(sparse: RowOptimizer, tree: Any, mesh: Mesh | None) -> Iterator[Problem]:
-    """Report a tree without a state, and slots of another optimizer than that of the step."""
+def of_step_problems(recipe: Recipe, tree: Any, mesh: Mesh | None) -> Iterator[Problem]:
+    """Report a tree without a state, and the state of another optimizer than those of the step."""
     leaves = torch_tree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, TrainState))
     states = [x for x in leaves if isinstance(x, TrainState)]
     if not states:
         yield Problem("the checkpoint has no state of a step.", describe(tree), "a TrainState", "like=None")
     for state in states:
         samples = {n: {k: rows(0, 0) for k, rows in own.items()} for n, own in readers(state, cast(Mesh, mesh)).items()}
-        yield from optimizer_problems(sparse, samples)
+        yield from optimizer_problems(recipe.sparse, samples)
+        yield from dense_problems(recipe.dense, state)
+
+
+def dense_problems(dense: DenseOptimizer, state: TrainState) -> Iterator[Problem]:
+    """Report parameters whose optimizer has tensors of other names than that of the step."""
+    is_cut = lambda x: isinstance(x, DenseShard)
+    blank = lambda x: torch.empty(x.shape, dtype=(x.flat if is_cut(x) else x).dtype, device="meta")
+    params = torch_tree.tree_map(blank, state.dense, is_leaf=is_cut)
+    at_each = tree_structure(params).flatten_up_to
+    for (path, _), own, x in zip(paths(params), at_each(dense.init(params)), at_each(state.dense_opt), strict=True):
+        held = x.flat if is_cut(x) else x
+        if set(held) != set(own):
+            what, hint = (
+                f"`dense_opt{path}` is another optimizer's.",
+                "like=None, or a step with the optimizer of the save",
+            )
+            yield Problem(what, f"tensors {sorted(held)}", f"tensors {sorted(own)}", hint)
 
 
 def difference_problems(tree: Any, like: Any) -> Iterator[Problem]:

@@ -74,6 +74,31 @@ def test_what_does_not_fit_a_step_is_refused(plan, tmp_path):
         fr.load(fr.save(tmp_path / "other.pt", {"w": state.step}), like=step)
 
 
+@pytest.mark.parametrize("axes", [None, (), ("x",)])
+def test_another_dense_optimizers_state_is_refused(axes, tmp_path):
+    """Each pair of dense optimizers whose states have other names raises when it is loaded, and each optimizer loads
+    its own, alone, on a mesh, with dense parameters that are cut, and as an ensemble."""
+    where = {} if axes is None else {"mesh": fr.Mesh.emulated(x=2), "plan": fr.Plan({}), "dense_axes": axes}
+    params = fr.Params({}, {"w": torch.ones(3), "b": torch.ones(2)})
+    made = {"SGD": fr.optim.dense(torch.optim.SGD, lr=0.1), "Adam": fr.optim.dense(torch.optim.Adam, lr=0.1)}
+    made["momentum"] = fr.optim.dense(torch.optim.SGD, lr=0.1, momentum=0.9)
+    made["groups"] = fr.optim.by_path({"w": made["Adam"]}, default=made["SGD"])
+    made["average"] = fr.optim.ema(made["Adam"])
+    loss = lambda params, batch: params.dense["w"].sum() + params.dense["b"].sum()
+    steps = {n: fr.train_step(loss, sparse=fr.optim.sgd(0.1), dense=dense, **where) for n, dense in made.items()}
+    saved = {n: fr.save(tmp_path / n, step.init(params)) for n, step in steps.items()}
+    for own, path in saved.items():
+        for name, step in steps.items():
+            if name == own:
+                fr.load(path, like=step)
+                continue
+            with pytest.raises(ValueError, match="is another optimizer's"):
+                fr.load(path, like=step)
+    if axes is None:
+        many = torch.func.vmap(lambda w: steps["Adam"].init(fr.Params({}, {"w": w, "b": w})))(torch.ones(2, 3))
+        assert fr.load(fr.save(tmp_path / "many", many), like=steps["Adam"]).step.shape == (2,)
+
+
 def test_what_does_not_fit_the_state_at_hand_is_refused(tmp_path):
     """Another mesh, a map of the file, other tables, and a state of real ranks without its mesh raise."""
     state = trained("rows")[1]
