@@ -106,6 +106,22 @@ def poisoned_memory():
     patch.undo()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unflushed():
+    """No test cuts the power, and a disk takes milliseconds for each flush: fsync and fdatasync only look at their
+    file. Tests of when they are called, and of what follows their errors, replace them."""
+
+    def look(fd):
+        os.fstat(fd)  # it raises for a number of no file, as they do
+
+    patch = pytest.MonkeyPatch()
+    for name in ("fsync", "fdatasync"):
+        if hasattr(os, name):
+            patch.setattr(os, name, look)
+    yield
+    patch.undo()
+
+
 @pytest.fixture(autouse=True)
 def same_threads():
     """A test leaves torch the threads that it had: those that follow are run on as many as was asked for."""
