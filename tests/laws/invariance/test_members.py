@@ -63,13 +63,21 @@ LAYERS = {  # of weights f[4, 5], f[4, 6] and f[6, 5]
 }
 
 
+def with_gradients(f):
+    return lambda *args: (f(*args), *grad(lambda *args: f(*args).square().float().sum(), argnums=(0, 1, 2))(*args))
+
+
+def weights_of(dtype):
+    return [noise(3, *s, seed=i).to(dtype) for i, s in enumerate(((4, 5), (4, 6), (6, 5)))]
+
+
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_of_16_bits_rounds_at_the_same_places(name, dtype):
     """Biased products and normalisations have one rounding more or less in torch's vmap; here a member has the bits of
-    its own run, with its gradients, whether inputs or weights or both are its own. Compiled bits are the eager ones."""
-    f, given = LAYERS[name], [noise(3, *s, seed=i).to(dtype) for i, s in enumerate(((4, 5), (4, 6), (6, 5)))]
-    both = lambda *args: (f(*args), *grad(lambda *args: f(*args).square().float().sum(), argnums=(0, 1, 2))(*args))
+    its own run, with its gradients, whether inputs or weights or both are its own."""
+    f, given = LAYERS[name], weights_of(dtype)
+    both = with_gradients(f)
     alone = fr.invariant(both)
     for dims in ((0, 0, 0), (None, 0, None), (0, None, 0)):
         own = [x if d == 0 else x[0] for x, d in zip(given, dims, strict=True)]
@@ -79,7 +87,15 @@ def test_a_layer_of_16_bits_rounds_at_the_same_places(name, dtype):
         equal(got, tuple(torch.stack(part) for part in zip(*want, strict=True)))
     near = max(1e-5, 4 * torch.finfo(dtype).eps)  # six terms in another order; torch rounds 16 bits more than once
     assert_trees_close(alone(*pick(0))[0], f(*pick(0)), rtol=near, atol=near)
-    equal(fr.jit(fr.invariant(vmap(both, in_dims=dims)))(*own), got)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_layers_have_the_eager_bits(dtype):
+    """Members of all layers, with their gradients, have the eager bits in one compiled program."""
+    c, a, b = weights_of(dtype)
+    members = {n: fr.invariant(vmap(with_gradients(f), in_dims=(0, None, 0))) for n, f in LAYERS.items()}
+    every = lambda c, a, b: {n: f(c, a, b) for n, f in members.items()}
+    equal(fr.jit(every)(c, a[0], b), every(c, a[0], b))
 
 
 def test_a_bias_of_beta_0_is_not_read():
