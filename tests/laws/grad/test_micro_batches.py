@@ -256,9 +256,9 @@ def loss_fn(p, b):
     for w in p.dense["ws"]:
         x = (x @ w).tanh()
     return fr.losses.mse(x.sum(1), b.label, b.weight)
-B = 16384
+B = 8192
 ids = fr.KeyedJaggedTensor.from_lengths(["a"], torch.arange(B) % 50, torch.ones(B, dtype=torch.int64))
-ws = [torch.randn(8, 256) / 4, *(torch.randn(256, 256) / 16 for _ in range(3))]
+ws = [torch.randn(8, 128) / 4, *(torch.randn(128, 128) / 11 for _ in range(3))]
 params = fr.Params({"item": torch.randn(50, 8)}, {"ws": ws})
 step = fr.train_step(loss_fn, sparse=fr.optim.sgd(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1), micro_batches=8)
 state, batch = step.init(params), fr.Batch(ids, torch.zeros(B), weight=torch.arange(B) % 3 / 2)
@@ -278,11 +278,11 @@ fr.testing.assert_trees_close(made[0], made[1], rtol=1e-4, atol=1e-5)
 
 
 def test_activations_of_one_micro_batch_live_at_a_time():
-    """The loss of a step has the activations of four layers, of 64 MiB. In 8 micro-batches, the eager step allocates
+    """The loss of a step has the activations of four layers, of 16 MiB. In 8 micro-batches, the eager step allocates
     less than half of their bytes. The compiled step allocates less than a third. Both steps give the same state."""
     out = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True).stdout
     eager, compiled = (int(x) for x in out.split()[-2:])
-    assert 8e6 < eager < 32e6 and 8e6 < compiled < 21e6, (eager, compiled)
+    assert 2e6 < eager < 8e6 and 2e6 < compiled < 5.25e6, (eager, compiled)
 
 
 def test_other_lookups_in_some_micro_batches_are_refused():
