@@ -1,6 +1,7 @@
 """How the main job starts and ends: folders that hold a run, signals, full disks, killed ranks, first batches."""
 
 import errno
+import json
 import os
 import re
 import signal
@@ -231,21 +232,28 @@ def test_a_full_disk_ends_the_run_and_is_told(room, folder, tmp_path, monkeypatc
 
 # -- signals -----------------------------------------------------------------------------------------------------
 
-LISTENER = """
-import sys, time, torch
+LISTENERS = """
+import json, os, sys, time, torch
 from funcrec.examples import _signals
 _signals.LEAVE_S = 0.5
-with _signals.listen(0.2) as heard:
-    if "held" in sys.argv:
-        heard.hold()
-    print("ready", flush=True)
-    if "in C" in sys.argv:
-        torch.linalg.svd(torch.randn(6000, 6000))
-    while not heard.asked():
-        time.sleep(0.01)
-    time.sleep(0.5)
-sys.exit(100 + heard.asked())
-"""
+
+def listen(words):
+    with _signals.listen(0.2) as heard:
+        if "held" in words:
+            heard.hold()
+        print(os.getpid(), flush=True)
+        if "in C" in words:
+            torch.linalg.svd(torch.randn(6000, 6000))
+        while not heard.asked():
+            time.sleep(0.01)
+        time.sleep(0.5)
+    sys.exit(100 + heard.asked())
+
+for line in sys.stdin:
+    if (child := os.fork()) == 0:
+        listen(json.loads(line))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""  # one process imports torch, and each listener is a fork of it
 INT, TERM = signal.SIGINT, signal.SIGTERM
 ENDS = {  # the listener's arguments, the signals, the seconds between the signals, the exit code
     "nothing to save": ([], [INT], 0, 130),
@@ -256,21 +264,34 @@ ENDS = {  # the listener's arguments, the signals, the seconds between the signa
 }
 
 
+@pytest.fixture(scope="module")
+def listeners():
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTENERS],
+        text=True,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        yield process
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.xdist_group("listeners")
 @pytest.mark.parametrize("name", ENDS)
-def test_signals_ask_and_then_end(name):
+def test_signals_ask_and_then_end(name, listeners):
     """If nothing can be lost, a signal ends the program. Otherwise the first signal requests an end, and a later signal
     ends the program. Both kinds arrive even while the program is busy in C."""
     words, sent, wait, code = ENDS[name]
-    process = subprocess.Popen(
-        [sys.executable, "-c", LISTENER, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
-    )
-    process.stdout.readline()
-    began = time.monotonic()
+    listeners.stdin.write(json.dumps(words) + "\n")
+    listeners.stdin.flush()
+    listener, began = int(listeners.stdout.readline()), time.monotonic()
     for signum in sent:
-        process.send_signal(signum)
+        os.kill(listener, signum)
         time.sleep(wait)
-    process.communicate(timeout=60)
-    assert process.returncode == code
+    assert int(listeners.stdout.readline()) == code
     assert time.monotonic() - began < 15
 
 
