@@ -274,12 +274,12 @@ features = [0, 0, 0, 0, 0, 1, 0, 1, 0, 16, 2, 1, 0, 64]
 segments = [0, 0, 0, 0, 0, 0, 16, 0, 1, 0, 1, 0, 64, 0, 0, 16, 16, 2, 0, -1, 1, 0, 64, 0, -1, 0, 16, 0, 0, -1]
 kernels.pooled_lookup(tables, rows, offsets, weights, features, 16)
 kernels.pooled_lookup_weights(d[0], tables, rows, offsets, weights, features)
-for bits in (8, 4, 2):
+keys = None, offsets[0].long(), rows[0][:32]
+for bits, dtype, key in zip((8, 4, 2), (torch.float32, torch.bfloat16, torch.float64), keys):
     codes = [torch.zeros(32, 4 + 8 * bits // 8, dtype=torch.uint8)] * 2
     kernels.quantized_rows(codes[0], rows[0], bits, 8)
-    for dtype, key in ((torch.float32, None), (torch.bfloat16, offsets[0].long()), (torch.float64, rows[0][:32])):
-        kernels.quantize_rows(torch.zeros(32, 24, dtype=dtype), bits, key)
-        kernels.quantize_rows(torch.zeros(32, 1030, dtype=dtype).T[:32], bits, key)
+    kernels.quantize_rows(torch.zeros(32, 24, dtype=dtype), bits, key)
+    kernels.quantize_rows(torch.zeros(32, 1030, dtype=dtype).T[:32], bits, key)
     kernels.quantized_lookup(codes, rows, offsets, weights, [*features[:13], 8], 16, [bits] * 2, [8, 8])
 kernels.scatter_rows_(tables[0], rows[0], torch.tensor(3), kernels.gather_rows(tables[0], rows[0]))
 kernels.expand(d, rows, [offsets], [weights], segments, [32, 64, 32, 64])
