@@ -173,9 +173,9 @@ def dry_run(
       >>> step = lambda mesh: fr.train_step(loss, sparse=fr.optim.sgd(), mesh=mesh, plan=plan)
       >>> params = fr.Params({"item": torch.empty(10**9, 64, device="meta")}, {})
       >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], [3]]})
-      >>> found = fr.dry_run(step, {"data": 1024}, params, ids)
-      >>> found.memory["tables"] == 4 * 64 * -(-10**9 // 1024), [x.messages for x in found.exchanges]
-      (True, [1023, 1023, 1023, 1023])
+      >>> found = fr.dry_run(step, {"data": 128}, params, ids)
+      >>> found.memory["tables"] == 4 * 64 * -(-10**9 // 128), [x.messages for x in found.exchanges]
+      (True, [127, 127, 127, 127])
     """
     check(CALL, axes_problems(mesh), place_problems(mesh, rank))
     hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
