@@ -47,7 +47,8 @@ class Row(NamedTuple):
         case = case_of(self.f, *self.args)
         smooth = None if self.smooth is None else case_of(self.smooth, *self.args).f
         along = lambda f: lambda t: f(**{n: x + t * draw(f"{n}, moved", x.shape) for n, x in case.inputs.items()})
-        moved = Case(case.name, along(case.f), {"t": ZERO}, smooth=smooth and along(smooth), rtol=self.rtol)
+        at = ZERO.clone()  # make_fx is called with ZERO, and would take an input that is ZERO for its argument
+        moved = Case(case.name, along(case.f), {"t": at}, smooth=smooth and along(smooth), rtol=self.rtol)
         alone = sweep(case._replace(smooth=smooth, rtol=self.rtol), tuple(m for m in modes if m not in together))
         return alone | sweep(moved, tuple(m for m in modes if m in together))
 

@@ -86,17 +86,19 @@ def test_inputs_are_the_float_leaves_of_trees():
 @pytest.mark.parametrize("name", transforms.rows())
 def test_no_cell_of_the_table_is_wrong(name):
     """Where torch traces or linearises, and in second derivatives, each row is right. (Other modes are those of
-    test_right_or_raises.) torch has no functionalize of functions with rules of their own."""
+    test_right_or_raises.) All floats of a row move at once. torch has no functionalize of functions with rules of their
+    own."""
     row, refuses = transforms.rows()[name], name == "train_step, logged"  # a log keeps bits
     # A linearised rule or model takes a second: those of sgd, adam and dlrm stand for the others here.
     is_rule = name.startswith("update, ") and name not in ("update, sgd", "update, adam")
     is_large = len(fr.tree.leaves(row.args)) > 3 and name != "dlrm"
     modes = () if refuses else ("hessian",) if is_rule or is_large else ("linearize", "hessian")
-    assert set(row.cells(modes, together=modes).values()) <= {"right"}
-    if not is_rule and not is_large and name != "dlrm":
-        assert set(row.cells(("make_fx",)).values()) == {"right"}
-        cells = row.cells(("functionalize",)).values()
-        assert all(o == "right" or "Functionalize rule for custom_function_call" in o for o in cells)
+    traced = () if is_rule or is_large or name == "dlrm" else ("make_fx", "functionalize")
+    found = {mode: o for (_, mode), o in row.cells(modes + traced, together=modes + traced).items()}
+    assert set(found) == {*modes, *traced}
+    functional = found.pop("functionalize", "right")
+    assert set(found.values()) <= {"right"}
+    assert functional == "right" or "Functionalize rule for custom_function_call" in functional
 
 
 @pytest.mark.parametrize("name", ["gru4rec", "hvp"])
