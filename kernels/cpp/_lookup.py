@@ -41,6 +41,8 @@ def planned_pooled_lookup(
     blocks: int = 1,
 ) -> tuple[Tensor] | None:
     """Return (the `pooled_lookup`,), or None if a tensor is not as the plan expects."""
+    if type(num_bags) is not int:  # 2.0 and True are equal to numbers of a plan
+        return None
     given = [*tables, *rows, offsets] if weights is None else [*tables, *rows, offsets, weights]
     form = (tables[0].dtype, tables[0].shape[-1:]) if tables else ()
     static = (len(tables), len(rows), weights is None or weights.dtype, form, num_bags, blocks, features)

@@ -48,6 +48,8 @@ def planned_lookup(
     Return None if a tensor is not as the plan expects. features: records, or the seven numbers of each record, end to
     end.
     """
+    if type(num_bags) is not int:  # 2.0 and True are equal to numbers of a plan
+        return None
     plan = find(_plans, (len(tables), len(rows), num_bags, features, bits, dims), _plan)
     if plan is None:
         return None

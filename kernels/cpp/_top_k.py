@@ -32,6 +32,8 @@ def top_k(
 
 def planned_top_k(queries: Tensor, items: Tensor, k: int, bits: int) -> tuple[Tensor, Tensor] | None:
     """Return the `top_k` of f32 queries without rows to leave out, or None if a tensor is not as the plan expects."""
+    if type(k) is not int:  # 2.0 and True are equal to numbers of a plan
+        return None
     plan = find(_plans, (queries.shape, items.dtype, k, bits), _plan)
     if plan is None:
         return None

@@ -218,6 +218,22 @@ def test_items_that_are_changed_are_read_as_they_are(change, closely):
     assert is_same(outcome(best), closely(best))
 
 
+def test_a_number_that_is_no_integer_has_no_plan():
+    """2.0 bags are refused before and after a call with 2, and True, which torch takes for 1, keeps no plan."""
+    ids, offsets, one = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 3]), [ops.Feature(0, 0, 0, 0, False, False, 0)]
+    calls = (
+        lambda n: ops.pooled_lookup([torch.ones(7, DIM)], [ids], offsets, None, one, n),
+        lambda n: ops.quantized_lookup([coded()], [ids], offsets, None, one, n, [8], [DIM]),
+        lambda n: ops.top_k(torch.ones(2, DIM), torch.ones(7, DIM), None, None, n)[0].T,
+    )
+    for call in calls:
+        for _ in range(2):
+            with pytest.raises(TypeError, match="float"):
+                call(2.0)
+            call(2)
+        assert torch.equal(call(True), call(1))
+
+
 def test_threads_share_plans():
     """Calls from several threads, with more plans than funcrec keeps, each return their own result."""
     tables, wrong = [coded(seed=t) for t in range(COUNT)], []
