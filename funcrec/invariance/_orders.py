@@ -29,6 +29,8 @@ class LeftToRight(TorchFunctionMode):
     What chooses an algorithm by a shape raises. So does one of these functions that writes to an `out`.
     """
 
+    passes_reads = True  # `funcrec.core.check`: it changes no read of a shape, so validators need not pass it
+
     def __init__(self, refuse: Callable[[Any], Any]) -> None:
         super().__init__()
         self.refuse = refuse

@@ -33,6 +33,8 @@ def groups_of(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> list
 
     Without features, return one empty group.
     """
+    if ids.strides is None:
+        return [tuple(features)]
     counts, groups = [], []
     for f in features:  # A size that an export leaves open has no hash for a dict.
         count = ids.bags_of(f.key)

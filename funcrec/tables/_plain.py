@@ -181,13 +181,16 @@ def lookup_forms(
     names = list(dict.fromkeys(f.table for f in features))
     buffers: dict = {}
     out, column = [], 0
+    bags = ids.num_bags if ids.strides is None else 0  # read once
+    starts = {key: i * bags for i, key in enumerate(ids.keys)} if ids.strides is None else {}
     for f in features:
         num_embeddings, dim = shapes[f.table]
         how = None if f.hash is None else (f.hash, num_embeddings)
         if how not in buffers:
             buffers[how] = hash_rows(ids.values, f.hash, num_embeddings)
         options = (f.max_length or 0, f.pooling == "mean", f.weighted, column)
-        out.append(Feature(names.index(f.table), list(buffers).index(how), ids.bag_range(f.key)[0], *options))
+        start = starts[f.key] if f.key in starts else ids.bag_range(f.key)[0]
+        out.append(Feature(names.index(f.table), list(buffers).index(how), start, *options))
         column += dim
     return names, list(buffers.values()), out
 
