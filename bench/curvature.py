@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measure import MB, digits, interleave, median_ms, median_ratio, record
+from measure import MB, digits, explain, interleave, median_ms, median_ratio, record
 from torch.profiler import ProfilerActivity, profile
 
 import funcrec as fr
@@ -138,4 +138,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    explain(__doc__)
     main()

@@ -11,7 +11,7 @@ import resource
 import time
 
 import torch
-from measure import interleave, median_ms, median_ratio, record
+from measure import explain, interleave, median_ms, median_ratio, record
 
 import funcrec as fr
 
@@ -87,4 +87,5 @@ def main(rounds: int = 60) -> None:
 
 
 if __name__ == "__main__":
+    explain(__doc__)
     main()

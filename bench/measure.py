@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +107,13 @@ def peak_mb(call: Call, device: str) -> float | None:
 def _status_kb(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
+
+
+def explain(text: str | None) -> None:
+    """Print what a script without options measures, and end, if its caller asks for help."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(text)
+        raise SystemExit
 
 
 def record(name: str, figures: dict, folder: Path = RESULTS) -> None:

@@ -10,7 +10,7 @@ time.
 
 import torch
 import torch.nn.functional as F
-from measure import interleave, median_ms, median_ratio, record
+from measure import explain, interleave, median_ms, median_ratio, record
 from torch import Tensor, nn
 
 import funcrec as fr
@@ -112,4 +112,5 @@ def main(rounds: int = 8) -> None:
 
 
 if __name__ == "__main__":
+    explain(__doc__)
     main()

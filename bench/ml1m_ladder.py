@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from measure import record
+from measure import explain, record
 
 ORDER = ("lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2", "din")
 KEPT = (
@@ -39,4 +39,5 @@ def main(folder: str = "runs") -> None:
 
 
 if __name__ == "__main__":
+    explain(__doc__)
     main(*sys.argv[1:])

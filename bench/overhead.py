@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 from contest import Setting
-from measure import digits, interleave, record, spread, wait_for
+from measure import digits, explain, interleave, record, spread, wait_for
 
 import funcrec as fr
 
@@ -122,4 +122,5 @@ def main(before: str, rounds: int = 16) -> None:
 
 
 if __name__ == "__main__":
+    explain(__doc__)
     main(sys.argv[1]) if len(sys.argv) > 1 else serve()

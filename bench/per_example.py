@@ -16,7 +16,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from measure import interleave, median_ms, median_ratio, record
+from measure import explain, interleave, median_ms, median_ratio, record
 
 import funcrec as fr
 
@@ -152,4 +152,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    explain(__doc__)
     print(peak(sys.argv[2])) if sys.argv[1:2] == ["--peak"] else main()

@@ -16,7 +16,7 @@ import time
 
 import torch
 from funcrec.kernels import library
-from measure import digits, spread
+from measure import digits, explain, spread
 from pipeline import ROUND, main, plain, problem
 
 import funcrec as fr
@@ -116,4 +116,5 @@ def row_of(ranks: list[dict], late_s: float, work_s: float, steps: int) -> dict:
 
 
 if __name__ == "__main__":
+    explain(__doc__)
     main(one_rank, row_of, steps=60)

@@ -11,7 +11,7 @@ import sys
 import time
 
 import torch
-from measure import record
+from measure import explain, record
 from sklearn.metrics import roc_auc_score
 
 import funcrec as fr
@@ -59,4 +59,5 @@ def main(epsilons=(1.0, 3.0, 8.0)) -> None:
 
 
 if __name__ == "__main__":
+    explain(__doc__)
     main()

@@ -8,7 +8,7 @@ The law: on validation and test rows int8 is within 0.0005 of float32, and int4 
 import sys
 from pathlib import Path
 
-from measure import record
+from measure import explain, record
 
 import funcrec as fr
 from funcrec.examples import ctr
@@ -49,4 +49,5 @@ def auc(model: fr.models.Model, params: fr.Params, data: fr.data.CtrData, rows) 
 
 
 if __name__ == "__main__":
+    explain(__doc__)
     sys.exit(main(*sys.argv[1:]))

@@ -15,7 +15,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from measure import interleave, median_ms, median_ratio, peak_mb, record
+from measure import explain, interleave, median_ms, median_ratio, peak_mb, record
 
 import funcrec as fr
 
@@ -80,4 +80,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    explain(__doc__)
     print(json.dumps((peak if sys.argv[1] == "--peak" else times)(sys.argv[2]))) if sys.argv[2:] else main()

@@ -331,6 +331,20 @@ def test_tests_say_their_law(path):
             assert not any(name.startswith(("tests", "test_")) for name in names)
 
 
+def test_a_benchmark_that_is_asked_for_help_measures_nothing():
+    """`--help` prints what a script of `bench` is for: each has a parser of arguments, or calls `explain` first."""
+    bench, mute = ROOT / "bench", []
+    for path in bench.glob("*.py"):
+        before, guard, main = path.read_text().partition('if __name__ == "__main__":')
+        if guard and "ArgumentParser" not in before + main and not main.startswith("\n    explain(__doc__)"):
+            mute.append(path.name)
+    assert mute == ["server_peer.py"]  # a server that `server.py` starts
+    kept = (bench / "results" / "donation.jsonl").read_bytes()
+    done = subprocess.run([sys.executable, bench / "donation.py", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("Measures a donated step"), done.stderr
+    assert (bench / "results" / "donation.jsonl").read_bytes() == kept
+
+
 def test_what_tests_share_is_a_package():
     """Files in the folders of tests are tests, or stand in `tests/programs`, which is on the path. No file changes the
     path."""
