@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.invariance import _attention, _circular, _error_function, _extrema, _functions, _slopes, _sums, _windows
+from funcrec.invariance import (
+    _attention,
+    _circular,
+    _composed,
+    _error_function,
+    _extrema,
+    _functions,
+    _slopes,
+    _sums,
+    _windows,
+)
 from funcrec.invariance._functions import widened
 from funcrec.mesh import REDUCE, reduced_in_order
 
@@ -57,8 +67,12 @@ def rounded_once(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def run(x: Any, *args: Any, **kwargs: Any) -> Tensor:
-        tensors = [a for a in (x, *args) if isinstance(a, Tensor)]
-        if all(a.dtype not in SHORT for a in tensors) or (dtype := dtype_of(tensors)) not in SHORT:
+        for a in (x, *args):  # most calls: no list of them is made
+            if isinstance(a, Tensor) and a.dtype in SHORT:
+                break
+        else:
+            return f(x, *args, **kwargs)
+        if (dtype := dtype_of([a for a in (x, *args) if isinstance(a, Tensor)])) not in SHORT:
             return f(x, *args, **kwargs)
         own, *rest = (a.to(dtype).float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in (x, *args))
         return f(own, *rest, **kwargs).to(kwargs.get("dtype") or dtype)
@@ -252,6 +266,8 @@ REPLACED: dict[Any, Callable] = {
     prims.erf_inv.default: functions["erfinv"],
     **_extrema.REPLACED,
     **_windows.REPLACED,
+    **_composed.REPLACED,
+    **{operator: rounded_once(f) for operator, f in _composed.ROUNDED.items()},
     prims.pow.default: power,
     prims.sum.default: prim_sum,
     aten.prod.default: product,

@@ -5,11 +5,14 @@ import warnings
 
 import pytest
 import torch
+from torch._decomp import core_aten_decompositions, decomposition_table
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close, check_invariant
 
+aten = torch.ops.aten
 EVERY = 8  # 1 for all 600 operators
 UNKNOWN = ("empty", "rmatmul", "jiterator")  # values of new memory, a result that is no tensor, kernels for CUDA
 
@@ -117,3 +120,38 @@ def test_attention_is_torchs_with_its_gradients(options):
         check_invariant(lambda b, f=f: fr.invariant(f)(*b), (q, k, v))
     blind = functools.partial(attend, attn_mask=torch.zeros(5, 5, dtype=torch.bool))
     assert torch.equal(fr.invariant(blind)(q, q, q), torch.zeros(6, 4, 5, 8))
+
+
+WEIGHT, BIAS = noise(8, seed=1), noise(8, seed=2)
+COMPOSED = {
+    "softmax": (aten._softmax.default, lambda x: (x, 1, False)),
+    "softmax of rows": (aten._softmax.default, lambda x: (x, 0, False)),
+    "softmax of a number": (aten._softmax.default, lambda x: (x[0, 0], 0, False)),
+    "softmax of none": (aten._softmax.default, lambda x: (x[:, :0], 1, False)),
+    "log_softmax": (aten._log_softmax.default, lambda x: (x.mT, 1, False)),
+    "layer_norm": (aten.native_layer_norm.default, lambda x: (x, [8], None, None, 1e-5)),
+    "layer_norm, weights": (aten.native_layer_norm.default, lambda x: (x, [8], WEIGHT, BIAS, 1e-5)),
+    "layer_norm, bias": (aten.native_layer_norm.default, lambda x: (x, [5, 8], None, BIAS.expand(5, 8), 1e-5)),
+    "gelu": (aten.gelu.default, lambda x: (x,)),
+    "gelu, tanh": (aten.gelu.default, lambda x: (x, "tanh")),
+    "softplus": (aten.softplus.default, lambda x: (x,)),
+    "softplus, beta": (aten.softplus.default, lambda x: (x, 0.3, 1.5)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", COMPOSED)
+def test_what_torch_composes_has_the_bits_of_its_composition(name, dtype):
+    """An operator whose parts are called directly has the bits of torch's own composition, part by part, and
+    compiled ones."""
+    operator, args = COMPOSED[name]
+    move = lambda v: v.to(dtype) if isinstance(v, torch.Tensor) else v
+    own = [move(v) for v in args(X * 3)]
+    how = {"approximate": own.pop()} if operator is aten.gelu.default and len(own) == 2 else {}
+    direct = fr.invariant(lambda: tree_leaves(operator(*own, **how)))
+    composition = {**decomposition_table, **core_aten_decompositions()}[operator]
+    by_parts = fr.invariant(lambda: tree_leaves(composition(*own, **how)))
+    assert_trees_close(direct(), by_parts(), rtol=0, atol=0)
+    if dtype in (torch.float32, torch.bfloat16) and "," not in name:
+        assert_trees_close(fr.jit(direct)(), direct(), rtol=0, atol=0)
+    assert [y.dtype for y in direct()] == [y.dtype for y in tree_leaves(operator(*own, **how))]
