@@ -63,7 +63,11 @@ class Owner:
             together(ranks, CALL, doing, lambda: work() if ranks.is_first else None)
 
     def _look(self) -> None:
-        if isinstance(self.folder, Path) and (self.folder / FILE).exists():
+        try:
+            is_taken = isinstance(self.folder, Path) and (self.folder / FILE).exists()
+        except OSError as error:
+            self._refused(error)
+        if is_taken:
             with contextlib.suppress(OSError):  # a folder that only others write to: its `claim` raises
                 self._open(0)
         self.newest = latest(self.folder)
@@ -86,7 +90,10 @@ class Owner:
                 self._open(os.O_CREAT)
             write_form(sure(self.fd), content)
         except OSError as error:
-            raise_os(CALL, error, f"`{self.folder}` cannot be held.", "a folder to write to", "another folder")
+            self._refused(error)
+
+    def _refused(self, error: OSError) -> NoReturn:
+        raise_os(CALL, error, f"`{self.folder}` cannot be held.", "a folder to write to", "another folder")
 
     def _check(self) -> None:
         found = self._read()

@@ -156,6 +156,14 @@ def test_the_newer_run_has_a_folder_without_locks(place, asynchronous, tmp_path,
     assert ends(folder) == {11: 116.0, 12: 118.0}
 
 
+def test_a_folder_that_no_one_can_look_into_is_named(tmp_path):
+    """A name that the disk refuses, as a folder without permission is, raises in four parts before the first step."""
+    steps = []
+    with pytest.raises(OSError, match="cannot be held") as error:
+        fit(tmp_path / ("x" * 300), callbacks=[steps.append])
+    assert "\n  try   another folder" in str(error.value) and not steps
+
+
 def test_a_call_that_raises_takes_no_folder():
     """A second run whose arguments do not fit takes no folder in a store: the first run goes on."""
     emptied()
