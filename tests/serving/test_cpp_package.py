@@ -47,8 +47,9 @@ def assert_same(got, want):
 @pytest.mark.parametrize("num_bags, most", [(0, 3), (1, 0), (1, 5), (3, 5), (64, 3), (512, 5)])
 def test_cpp_answers_as_python_does(running, folder, num_bags, most):
     """C++ = Python within 1e-6 for every dtype and pooling, weights, sequences, empty bags, and ids outside the table,
-    such as -1."""
+    such as -1; of a bag longer than `max_length` neither reads further ids."""
     batch = every_dtype.batch(num_bags, seed=num_bags + most, most=most)
+    assert bool((batch.ids["b"].lengths > 3).any()) == (most > 3 and num_bags > 1)  # `max_length` of some features
     got = ask(running, batch)
     assert_same(got, every_dtype.predict(every_dtype.params(), batch) if num_bags else fr.load_package(folder)(batch))
     rows = {f["name"]: f["rows"] for f in json.loads((folder / "manifest.json").read_text())["features"]}
