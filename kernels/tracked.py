@@ -84,7 +84,7 @@ def is_in_jvp() -> bool:
 def any_tracked(tensors: Iterable[Any]) -> bool:
     """Return whether any of the tensors is tracked; other values count as untracked."""
     if not torch.compiler.is_dynamo_compiling() and not is_transforming():
-        return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+        return torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
     return any(isinstance(x, Tensor) and is_tracked(x) for x in tensors)
 
 
