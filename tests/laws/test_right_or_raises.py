@@ -5,16 +5,18 @@ PYTHONPATH=tests python tests/laws/test_right_or_raises.py        counts the tri
 
 import types
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
 from funcrec.kernels import library
 from programs.float_functions import ROWS, of_kernels, of_lookups, of_values
+from programs.float_ranks import at_once
 from programs.float_updates import of_dense, of_rows, of_steps
 from torch.autograd import forward_ad
 
 import funcrec as fr
-from funcrec.testing._modes import MODES, RAISED, RIGHT, Case, count, draw, sweep
+from funcrec.testing._modes import FIRST, MODES, RAISED, RIGHT, SECOND, Case, count, draw, sweep
 
 CASES = [*of_kernels(), *of_lookups(), *of_values(), *of_rows(), *of_dense(), *of_steps()]
 COVERED = {c.name.split(" ")[0].split(".")[0] for c in CASES} | {c.name.split(" ")[0].split("(")[0] for c in CASES}
@@ -85,20 +87,28 @@ def wrong(case: Case, found: dict) -> list[str]:
 LONG = ("per_example_grads", "hvp", "remat", "train_step")
 
 
-def modes_of(number: int, case: Case) -> dict[str, tuple[str, ...]]:
-    """Return {input: its modes}. The numbers of a rule, whose case follows that of its tensors under one name, and
-    `scan` meet every second mode, in turn."""
+def sweeps_of(number: int, case: Case) -> Iterator[tuple[Case, str, tuple[str, ...]]]:
+    """Yield (case, input, modes). The numbers of a rule, whose case follows that of its tensors under one name, and
+    `scan` meet every second mode, in turn. Where no input may raise, second derivatives are those by all inputs at
+    once, mixed ones included: they are wrong if a mode loses one of any input."""
     is_again = case.name in {c.name for c in CASES[:number]} or case.name == "scan"
     all_modes = tuple(MODES)[number % 2 :: 2] if is_again else tuple(MODES)
-    return {x: all_modes[i % 2 :: 2] if case.name in LONG else all_modes for i, x in enumerate(case.inputs)}
+    is_apart = bool(case.refused) or len(case.inputs) == 1
+    own = tuple(m for m in all_modes if is_apart or m in FIRST)
+    for i, which in enumerate(case.inputs):
+        yield case, which, own[i % 2 :: 2] if case.name in LONG else own
+    if not is_apart:
+        f, inputs = at_once(case.f, case.inputs)
+        smooth = at_once(case.smooth, case.inputs)[0] if case.smooth else None
+        yield case._replace(f=f, inputs=inputs, smooth=smooth), "x", tuple(m for m in all_modes if m in SECOND)
 
 
 @pytest.mark.parametrize(("number", "case"), [*enumerate(CASES)], ids=[f"{i}-{c.name}" for i, c in enumerate(CASES)])
 def test_right_or_raises(number, case):
     """In every mode, the derivative by every float input agrees with central differences. Where a case allows an error,
     the call may raise."""
-    for which, modes in modes_of(number, case).items():
-        assert not wrong(case, sweep(case, modes, [which]))
+    for one, which, modes in sweeps_of(number, case):
+        assert not wrong(one, sweep(one, modes, [which]))
 
 
 @pytest.mark.parametrize("outside", ["torch.enable_grad", "torch.func.grad", "torch.func.jvp", "forward_ad.dual_level"])
