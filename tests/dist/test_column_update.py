@@ -83,7 +83,7 @@ def alone(model, name):
     return tables, slots
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(column_models(), st.sampled_from(list(OPTIMIZERS)), st.sampled_from(OPTIONS))
 def test_columns_in_place_are_rows_put_together(model, name, options):
     """Owners that update their columns from whole gradients give the bits of owners that receive whole rows. This holds

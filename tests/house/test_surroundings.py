@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from programs import surroundings
 
 from funcrec.testing import RankPool
@@ -12,6 +13,7 @@ from funcrec.testing import RankPool
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.xdist_group("ranks")  # another worker would start a server of forks for this test alone
 def test_ranks_and_fresh_processes_are_in_the_surroundings_of_their_test():
     """Products have the same bits in a test, its ranks and its fresh processes. The kernels have the same level, and
     ranks have one thread."""
