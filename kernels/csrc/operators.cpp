@@ -53,13 +53,23 @@ void invariant_sum(Value* stack, uint64_t, uint64_t) {
 }  // namespace
 }  // namespace funcrec::operators
 
-// Registers the operators, whose schemas Python defines, and returns 0, or 1 if the library of torch lacks a function.
+// Finds torch's functions in its library, and returns 0, or 1 if one is missing. It comes before all that follow.
+FUNCREC_EXPORT int64_t funcrec_find_torch(void* library) {
+  funcrec::operators::Torch found;
+  if (!found.find(library)) return 1;
+  funcrec::operators::torch() = found;
+  return 0;
+}
+
+// The operators as torch calls them, for a library that registers them itself: kernels/serving/operators.cpp.
+FUNCREC_EXPORT void funcrec_operator_invariant_bmm(uint64_t* stack, uint64_t, uint64_t) { funcrec::operators::invariant_bmm(stack, 2, 1); }
+FUNCREC_EXPORT void funcrec_operator_invariant_sum(uint64_t* stack, uint64_t, uint64_t) { funcrec::operators::invariant_sum(stack, 1, 1); }
+
+// Registers the operators, whose schemas Python defines, and returns 0, or another number if torch lacks a function.
 FUNCREC_EXPORT int64_t funcrec_operators(void* library) {
   using namespace funcrec::operators;
-  Torch found;
-  if (!found.find(library)) return 1;
-  torch() = found;
+  if (funcrec_find_torch(library)) return 1;
   Handle own;
-  return found.library("funcrec_cpp", "CPU", "operators.cpp", 1, &own) || found.implement(own, "invariant_bmm", invariant_bmm) ||
-         found.implement(own, "invariant_sum", invariant_sum);
+  return torch().library("funcrec_cpp", "CPU", "operators.cpp", 1, &own) || torch().implement(own, "invariant_bmm", invariant_bmm) ||
+         torch().implement(own, "invariant_sum", invariant_sum);
 }

@@ -32,6 +32,16 @@ class Object {
     fail(name, "the compiled kernels do not have it.", path_, "kernels of the same version as this library");
   }
 
+  // An operator that the object has whole, with the functions of torch's library, which has this address.
+  using Operator = void (*)(uint64_t*, uint64_t, uint64_t);
+  Operator operation(const char* name, void* torch) const {
+    Dl_info there{};
+    dladdr(torch, &there);
+    const auto find = reinterpret_cast<int64_t (*)(void*)>(entry("find_torch"));
+    if (find(dlopen(there.dli_fname, RTLD_NOLOAD | RTLD_LAZY))) fail(name, "torch lacks a function.", there.dli_fname, "torch 2.11 or later");
+    return reinterpret_cast<Operator>(entry((std::string("operator_") + name).c_str()));
+  }
+
   const std::string& path() const { return path_; }
 
  private:

@@ -402,6 +402,19 @@ Tensor dot_interaction(Tensors x) {
   return out;
 }
 
+// The object has products and sums of one order as whole operators.
+Object::Operator whole(const char* name) { return Object::get().operation(name, reinterpret_cast<void*>(&aoti_torch_get_dim)); }
+
+void invariant_bmm(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
+  static const Object::Operator run = whole("invariant_bmm");
+  run(stack, inputs, outputs);
+}
+
+void invariant_sum(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
+  static const Object::Operator run = whole("invariant_sum");
+  run(stack, inputs, outputs);
+}
+
 }  // namespace
 
 // The schemas are those of kernels/library.py; a test compares them.
@@ -421,6 +434,8 @@ STABLE_TORCH_LIBRARY(funcrec_cpp, m) {
   m.def("find_ids(Tensor tags, Tensor entries, Tensor ids, Tensor valid, int shared, int salt) -> Tensor");
   m.def("find_columns(Tensor[] state, Tensor ids, Tensor offsets, int[] how, SymInt[] columns) -> Tensor");
   m.def("from_padded(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor");
+  m.def("invariant_bmm(Tensor a, Tensor b) -> Tensor");
+  m.def("invariant_sum(Tensor x) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(funcrec_cpp, CPU, m) {
@@ -438,6 +453,8 @@ STABLE_TORCH_LIBRARY_IMPL(funcrec_cpp, CPU, m) {
   m.impl("find_ids", TORCH_BOX(&find_ids));
   m.impl("find_columns", TORCH_BOX(&find_columns));
   m.impl("from_padded", TORCH_BOX(&from_padded));
+  m.impl("invariant_bmm", &invariant_bmm);
+  m.impl("invariant_sum", &invariant_sum);
 }
 
 }  // namespace funcrec::operators

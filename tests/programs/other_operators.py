@@ -172,7 +172,7 @@ def findings() -> Iterator[str]:
         try:
             answers(name, given)
             yield f"{what} in {name} is not refused"
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if "got" not in str(error) or "need" not in str(error):
                 yield f"{what} in {name}: {error}"
     assert reference
