@@ -33,9 +33,9 @@ def history(kind, name, axes, is_real, buckets=()):
         assert_trees_close(run.state, state, rtol=0, atol=0)
     pairs = [(fr.rewind(run, k, mesh=mesh).state, before[6 - k]) for k in range(1, 5)]
     sent = []
-    for now in (run, fr.rewind(run, 2, mesh=mesh)):
+    for now, since in ((run, then), (fr.rewind(run, 2, mesh=mesh), then[::3])):
         tables = fr.gather_tables(now.state.tables, mesh)
-        for version, old in then:
+        for version, old in since:
             changed = gathered(fr.delta(now, version, mesh=mesh), now.state.tables, mesh)
             sent.append((fr.apply_delta(old, changed), tables))
     return pairs, sent, {k: int(x) for k, x in metrics["vocabularies"]["users"].items()}
