@@ -158,8 +158,9 @@ def fit(
         SIGTERM end the run, if there is a checkpoint. The signal is raised again after the checkpoint is written.
       progress: whether to show a bar on stderr, with examples per second and the time left; None shows it on a
       terminal.
-      mesh: the mesh on which the state lies. `evaluate` and the checkpoint then have whole tables, and the first rank
-        writes. Real ranks watch each other (`fr.loop.watch`): if a rank is lost, all ranks end.
+      mesh: the mesh on which the state lies. The loader of a real rank yields the rank's own part of each batch, as by
+        `fr.shard`. `evaluate` and the checkpoint have whole tables, and the first rank writes. Real ranks watch each
+        other (`fr.loop.watch`): if a rank is lost, all ranks end.
       place: a whole state -> the state that `step` takes, to resume on a mesh:
         `lambda state: fr.reshard(state, ...)`. None lays the state out like `state`.
       sync: state -> state. It runs before a state is evaluated or saved: `fr.sync_replicas` for copies that train
