@@ -65,6 +65,14 @@ def test_real_ranks_change_no_bit(ranks):
             equal(got, alone("rowwise_adagrad"))
 
 
+def test_fit_that_changes_its_ranks_keeps_its_bits(ranks, tmp_path):
+    """A run of `fit` on two ranks, resumed on four under another plan and then in one process, ends with the bits of
+    the run in one process."""
+    ranks(2).run(runs.fitted, tmp_path / "run", 1, {"x": 2}, "row_wise")
+    ranks(4).run(runs.fitted, tmp_path / "run", 2, {"x": 4}, "column_wise")
+    equal(runs.fitted(tmp_path / "run", 3), runs.fitted(tmp_path / "alone", 3))
+
+
 @pytest.mark.parametrize("size", [3, 40_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_sums_over_ranks_are_trees(size, dtype, ranks):

@@ -70,6 +70,16 @@ def trained(name, axes=None, kind=None, *, is_real=False, compiled=False, size=B
     return (state if mesh is None else fr.gather_state(state, mesh)), torch.stack(losses)
 
 
+def fitted(folder, epochs, axes=None, kind=None):
+    """Return the whole state of a run of two batches an epoch, which resumes from the folder's last checkpoint."""
+    mesh = None if axes is None else mesh_of(axes, is_real=True)
+    inside = lambda x: x if x.is_floating_point() else x.clamp(min=0)  # fit refuses ids outside their tables
+    step, batches = step_on(mesh, kind, "adam"), [fr.tree.map(inside, own_batch(mesh, i)) for i in range(2)]
+    state = step.init(model_of().init(fr.key(0)), fr.key(1))
+    done = fr.fit(step, state, batches, epochs=epochs, checkpoint=folder, keep=1, resume="auto", mesh=mesh)
+    return done.state if mesh is None else fr.gather_state(done.state, mesh)
+
+
 def terms(axes, size, dtype):
     """Return numbers of very different sizes for each rank, f[n, size]."""
     g = torch.Generator().manual_seed(0)
