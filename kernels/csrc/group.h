@@ -10,29 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "scratch.h"
 #include "terms.h"
 
 namespace funcrec {
-
-// Memory that is kept from call to call. It is not initialised, and begins at a cache line: a vector across two lines is slow.
-template <class T> class Scratch {
- public:
-  T* need(int64_t n) {
-    if (n > size_) {
-      data_.reset();
-      size_ = 0;
-      data_.reset(static_cast<T*>(::operator new(n * sizeof(T), LINE)));
-      size_ = n;
-    }
-    return data_.get();
-  }
-
- private:
-  static constexpr std::align_val_t LINE{64};
-  struct Free { void operator()(T* p) const { ::operator delete(p, LINE); } };
-  std::unique_ptr<T, Free> data_;
-  int64_t size_ = 0;
-};
 
 // Adds one term of a row's sum: x ← by · g for the first term, x ← x + by · g for each later term. No zeros are written first, so a sum of
 // one term equals that term to the bit.
@@ -88,10 +69,10 @@ class Group {
     int64_t most = 0;
     for (const Segment* s : mine) most += most_positions(terms, *s);
     if (most >= int64_t(UINT32_MAX)) throw std::length_error("2^32 entries of one table");
-    Entry* out = first_.need(most + 1);  // one more, because a candidate is written before the test
+    Entry* out = first_.get(most + 1);  // one more, because a candidate is written before the test
     // Plain: all scales are 1 and all gradients are in one matrix, so a source is a bag's number, not an address of 16 bytes.
     const bool plain = mine.size() == 1 && !mine[0]->mean && mine[0]->weights < 0;
-    sources_ = plain ? nullptr : many_.need(most + 1);
+    sources_ = plain ? nullptr : many_.get(most + 1);
     size = 0;
     is_wide = terms.is_wide;
     parts_.clear();
@@ -107,7 +88,7 @@ class Group {
     // Digits are those of row - first: if a batch's rows lie in some thousands of a table of millions, one pass sorts them.
     const int64_t begin = c.block << BLOCK_BITS, first = std::max<int64_t>(c.cluster->first - begin, 0);
     const int64_t last = std::min<int64_t>(c.cluster->last - begin, (int64_t(1) << BLOCK_BITS) - 1);
-    entries = sort(out, second_.need(size), size, uint32_t(first), last - first + 1);
+    entries = sort(out, second_.get(size), size, uint32_t(first), last - first + 1);
   }
 
   // Moves the places of all gradients from those of one table to those of another, whose segments are alike.
@@ -162,7 +143,7 @@ class Group {
       // Share the remaining bits evenly over the remaining passes: 13 bits are 7 and 6, not 11 and 2
       const int digit = (bits - shift + passes - pass - 1) / (passes - pass);
       const uint32_t mask = (1u << digit) - 1;
-      uint32_t* next = counts_.need(2048);
+      uint32_t* next = counts_.get(2048);
       std::fill(next, next + mask + 1, 0);
       for (int64_t i = 0; i < n; i++) next[(from[i].row - first) >> shift & mask]++;
       uint32_t begin = 0;

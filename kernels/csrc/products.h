@@ -6,12 +6,11 @@
 // Every element is one chain of `fused` in order of k: its bits depend on the numbers alone.
 #pragma once
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
 #include "abi.h"
 #include "fused.h"
+#include "scratch.h"
 #include "top_k.h"
 
 namespace funcrec {
@@ -21,25 +20,6 @@ constexpr int VECTORS = VECTOR_BYTES == 64 ? 4 : 2;           // vectors of colu
 constexpr int64_t UNIT = 48;                                  // sides of tiles are multiples of it, hence of ROWS and of any vector
 
 constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
-// Memory of one thread that grows and is never given back, aligned to cache lines.
-template <class A> class Scratch {
- public:
-  A* get(int64_t n) {
-    if (n > size_) {
-      memory_.reset();
-      memory_.reset(static_cast<A*>(std::aligned_alloc(64, round_up(n * int64_t(sizeof(A)), 64))));
-      if (!memory_) { size_ = 0; throw std::bad_alloc(); }
-      size_ = n;
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free { void operator()(A* p) const { std::free(p); } };
-  std::unique_ptr<A, Free> memory_;
-  int64_t size_ = 0;
-};
 
 // A[r, k] is a[r * row + k * column].
 template <class A> struct Left {

@@ -40,9 +40,9 @@ template <class E, class Rule, int D, int DIM = 0> void update_rows(const Traine
   const int64_t dim = DIM ? DIM : t.table.dim, wide = gradient_size(rule, dim);
   const int64_t row_bytes = dim * sizeof(E), first = block << BLOCK_BITS, room = (wide + 31) / 32 * 32;
   // Σ of a row's entries, then memory that the rule may overwrite; `room` is a multiple of the widest vector
-  A *const sum = row_memory.need((1 + spare_rows(rule)) * room), *const spare = sum + room;
+  A *const sum = row_memory.get((1 + spare_rows(rule)) * room), *const spare = sum + room;
   const Draws* draws = t.draws;
-  uint16_t* const bits = NARROWED && draws ? bits_memory.need(room + 32) : nullptr;
+  uint16_t* const bits = NARROWED && draws ? bits_memory.get(room + 32) : nullptr;
   const Entry* const e = g.entries;
   const auto slot = [&](int64_t row, int i) { return t.slots[i].as<A>() + row * slot_size(rule, i, dim); };
   // Inlined by force: GCC assumes that a function that only prefetches has no effect, and drops its calls.
