@@ -84,7 +84,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, help="a folder with MovieLens' files; they are fetched otherwise")
     parser.add_argument("--users", type=int, default=60_000, help="of all generated days (default %(default)s)")
     parser.add_argument("--items", type=int, default=20_000, help="of all generated days (default %(default)s)")
-    parser.add_argument("--days", type=int, default=30)
+    parser.add_argument("--days", type=int, default=30, help="an id stays for a tenth of them (default %(default)s)")
     parser.add_argument("--examples", type=int, default=40_000, help="of a generated day (default %(default)s)")
     parser.add_argument("--share", type=float, default=0.1, help="rows of the vocabulary by ids (default %(default)s)")
     parser.add_argument(
