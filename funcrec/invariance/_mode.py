@@ -61,12 +61,12 @@ def invariant(fn: Callable[A, R]) -> Callable[A, R]:
       terms, more than 128. Other sums are right, and repeat their own bits. Lookups in sharded tables send rows,
       as with `exact=True`; `dedup` and a `codec` raise.
 
-    Cost: products have 0.81 to 1 of oneDNN's speed for 64 rows and more, and 0.9 to 4 times its speed for one to eight
-      rows. A compiled step takes 1.07 (DLRM, batch 512) to 1.13 times the processor time (DeepFM), on one thread of an
-      AMD EPYC, and 1.1 to 1.2 times on an Intel Xeon. A package in C++ takes 0.85 to 1.08 times the time on one thread,
-      because it holds weights turned. Eager calls find each operator by Python, 6 to 12 µs each, so that an eager
-      prediction of 64 rows takes 1.7 to 1.9 times as long (DeepFM), of one row three times, and a network of three
-      layers for one row 13 times (0.12 ms). Eager elementwise functions are one loop each: in f32, those of large
+    Cost: products have 0.88 to 1.08 of oneDNN's speed for 64 rows and more, and 0.3 to 1.9 times its speed for fewer. A
+      compiled step takes 0.99 to 1.08 times the time (DLRM of batch 512, DeepFM), on one thread and two of an AMD EPYC;
+      an Intel Xeon took 1.1 to 1.2 times before tiles read their operands in place. A package takes 0.5 to 1.1 times
+      the time, because it holds weights turned. Eager calls find each operator by Python, 6 to 12 µs each, so that an
+      eager prediction of 64 rows takes 1.7 to 1.9 times as long (DeepFM), of one row three times, and a network of
+      three layers for one row 13 times (0.12 ms). Eager elementwise functions are one loop each: in f32, those of large
       tensors take 0.2 to 1.7 times as long as torch's (tanh, exp, log, sigmoid), sines and erfc four times.
 
     Example:
