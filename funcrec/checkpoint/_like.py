@@ -51,10 +51,8 @@ def dense_problems(dense: DenseOptimizer, state: TrainState) -> Iterator[Problem
     for (path, _), own, x in zip(paths(params), at_each(dense.init(params)), at_each(state.dense_opt), strict=True):
         held = x.flat if is_cut(x) else x
         if set(held) != set(own):
-            what, hint = (
-                f"`dense_opt{path}` is another optimizer's.",
-                "like=None, or a step with the optimizer of the save",
-            )
+            what = f"`dense_opt{path}` is another optimizer's."
+            hint = "like=None, or a step with the optimizer of the save"
             yield Problem(what, f"tensors {sorted(held)}", f"tensors {sorted(own)}", hint)
 
 

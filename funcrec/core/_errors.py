@@ -7,7 +7,7 @@ one error with every problem.
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -162,26 +162,23 @@ def nearest(got: str, names: Sequence[str]) -> str:
 
 
 def check(call: str, *validators: Iterable[Problem]) -> None:
-    """Raise one error, of the first problem's kind, for all problems that the `validators` find."""
-    mode = set_aside()
+    """Raise one error, of the first problem's kind, for all problems that the `validators` find.
+
+    The validators run without the innermost mode of torch's functions, if its `passes_reads` is true.
+    """
+    count = torch._C._len_torch_function_stack()
+    mode = torch._C._get_function_stack_at(count - 1) if count else None
+    is_aside = getattr(mode, "passes_reads", False)  # it costs 2 µs in each read of a shape or dtype: here are most
     try:
+        if is_aside:
+            torch._C._pop_torch_function_stack()
         problems = [p for validator in validators for p in validator]
     finally:
-        if mode is not None:
+        if is_aside and torch._C._len_torch_function_stack() < count:  # an interrupt may come before it was taken
             torch._C._push_on_torch_function_stack(mode)
     if problems:
         kind = MissingKeyError if problems[0].kind is KeyError else problems[0].kind
         raise kind(message(call, problems))
-
-
-def set_aside() -> Any:
-    """Take the innermost mode of torch's functions off their stack and return it, if its `passes_reads` is true.
-
-    Else return None. A mode costs 2 µs in each read of a shape or dtype, and validators make most of these reads.
-    """
-    count = torch._C._len_torch_function_stack()
-    is_passed = count and getattr(torch._C._get_function_stack_at(count - 1), "passes_reads", False)
-    return torch._C._pop_torch_function_stack() if is_passed else None
 
 
 def fail(call: str, what: str, *, got: str, need: str, hint: str = "", kind: type[Exception] = ValueError) -> NoReturn:

@@ -304,6 +304,3 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path):
     state = fr.load(tmp_path / "end", like=both.state)
     assert torch.equal(state.dense, both.whole.dense)
     assert torch.equal(both.store.store.read(torch.arange(NUM_ROWS)), both.records())
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
